@@ -1,0 +1,50 @@
+"""mmadapt: train one frozen transformer on several modalities at once, with right gradients in little memory.
+
+The public names are imported when they are first used, so that importing mmadapt stays cheap.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mmadapt.adapters import AdapterBank as AdapterBank
+    from mmadapt.backbone import Backbone as Backbone
+    from mmadapt.backbone import ViViT as ViViT
+    from mmadapt.checkpointing import CheckpointPlan as CheckpointPlan
+    from mmadapt.checkpointing import checkpoint as checkpoint
+    from mmadapt.checkpointing import run_blocks as run_blocks
+    from mmadapt.data import Batch as Batch
+    from mmadapt.data import MultimodalDataModule as MultimodalDataModule
+    from mmadapt.model import MultimodalModel as MultimodalModel
+    from mmadapt.module import MultiAdapterModule as MultiAdapterModule
+    from mmadapt.state import AdapterState as AdapterState
+    from mmadapt.state import RecomputationError as RecomputationError
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AdapterBank": "adapters",
+    "AdapterState": "state",
+    "Backbone": "backbone",
+    "Batch": "data",
+    "CheckpointPlan": "checkpointing",
+    "MultiAdapterModule": "module",
+    "MultimodalDataModule": "data",
+    "MultimodalModel": "model",
+    "RecomputationError": "state",
+    "ViViT": "backbone",
+    "checkpoint": "checkpointing",
+    "run_blocks": "checkpointing",
+}
+
+__all__ = sorted([*_HOMES, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mmadapt' has no attribute {name!r}; valid: {__all__}")
+    return getattr(import_module(f"mmadapt.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,432 @@
+"""The adapters of one shared backbone: add, load, route, activate, save.
+
+PEFT's own switch, `set_adapter`, also writes `requires_grad`: it freezes what it deactivates and unfreezes what it
+activates. Autograd reads that flag when backward accumulates, so after two switches the first modality's gradients are
+dropped without a word (peft #2759, #1303). Here the trainable set is declared once, when an adapter is added, and a
+switch writes the active adapters of a cached list of tuner layers and nothing else.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from difflib import get_close_matches
+from operator import is_
+from pathlib import Path
+from typing import Any
+
+from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.save_and_load import load_peft_weights
+from torch import Tensor, nn
+
+from mmadapt.files import written_folder
+
+__all__ = ["AdapterBank"]
+
+
+class AdapterBank:
+    """The named adapters of a backbone and the route of each modality through them.
+
+    backbone: any module; a `Backbone` of ours says which of its modules PEFT wraps (`peft_module`).
+    modalities: names known from the start, so that one without any adapter has a route too, the empty one.
+    freeze: freeze the backbone's own parameters, once, now. With False their flags stay as they are.
+
+    The order in which adapters are added to a modality is the order of its route. `model` is a genuine
+    `peft.PeftModel` over the backbone, there from the first adapter on.
+    """
+
+    def __init__(self, backbone: nn.Module, modalities: Sequence[str] = (), *, freeze: bool = True) -> None:
+        self.backbone: nn.Module = getattr(backbone, "peft_module", backbone)
+        self.freeze = freeze
+        if freeze:
+            self.backbone.requires_grad_(False)
+        self._base_flags = [(p, p.requires_grad) for p in self.backbone.parameters()]
+        self._peft: PeftModel | None = None
+        self._trainable: dict[str, bool] = {}
+        self._routes: dict[str, tuple[str, ...]] = dict.fromkeys(modalities, ())
+        self._cache: _TunerLayers | None = None
+
+    @property
+    def model(self) -> PeftModel:
+        """The PeftModel over the backbone.
+
+        Raises:
+            ValueError: no adapter was added yet, and PEFT has no model without one.
+        """
+        if self._peft is None:
+            raise ValueError("AdapterBank.model: expected at least one adapter, got none. Do: call add or load first.")
+        return self._peft
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All adapters, in the order in which they were added."""
+        return tuple(self._trainable)
+
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """The adapters declared trainable, whichever is active."""
+        return tuple(name for name, is_trainable in self._trainable.items() if is_trainable)
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        return tuple(self._routes)
+
+    def declare(self, *modalities: str) -> None:
+        """Make modalities known; one that no adapter was added for has the empty route, the plain backbone."""
+        for modality in modalities:
+            self._routes.setdefault(modality, ())
+
+    def route(self, modality: str) -> tuple[str, ...]:
+        """The adapters active for a modality, in order; empty means the plain backbone.
+
+        Raises:
+            ValueError: an unknown modality.
+        """
+        try:
+            return self._routes[modality]
+        except KeyError:
+            raise ValueError(_unknown("modality", modality, self._routes)) from None
+
+    def add(
+        self,
+        name: str,
+        config: PeftConfig,
+        *,
+        modality: str | Sequence[str],
+        trainable: bool,
+    ) -> None:
+        """Add a fresh adapter to the end of a modality's route (or of several, which then share it).
+
+        Raises:
+            ValueError: a name that is taken or that PEFT cannot save, targets that hit nothing or lie outside the
+                blocks, a config that PEFT cannot combine with the adapters there. The bank is then as before.
+        """
+        self._check_name(name)
+        self._check_config(name, config)
+        self._inject(name, config)
+        try:
+            self._check_targets(name)
+            self._check_savable()
+        except ValueError:
+            self._eject(name)
+            raise
+        self._register(name, modality, trainable)
+
+    def load(
+        self,
+        name: str,
+        path: str | Path,
+        *,
+        modality: str | Sequence[str],
+        trainable: bool,
+        strict: bool = True,
+    ) -> None:
+        """Add an adapter from a folder in PEFT's format.
+
+        Raises:
+            ValueError: the folder is no PEFT adapter, or (`strict`) its tensors are not exactly those of this
+                backbone: missing, extra and misshaped ones are listed. The bank is then as before.
+        """
+        self._check_name(name)
+        config, weights = _read(Path(path))
+        self._check_config(name, config)
+        config.inference_mode = not trainable
+        self._inject(name, config)
+        try:
+            self._check_targets(name)
+            self._check_savable()
+            if strict:
+                _check_fit(
+                    path,
+                    weights,
+                    get_peft_model_state_dict(self.model, adapter_name=name, save_embedding_layers=False),
+                )
+            set_peft_model_state_dict(self.model, weights, adapter_name=name)
+        except (ValueError, RuntimeError) as error:
+            self._eject(name)
+            if isinstance(error, ValueError):
+                raise
+            raise ValueError(
+                f"adapter folder {path}: expected tensors of this backbone's shapes, got: {error}"
+            ) from error
+        self._register(name, modality, trainable)
+
+    def save(self, name: str, folder: str | Path) -> Path:
+        """Write one adapter in PEFT's format, whole or not at all; returns the folder.
+
+        Raises:
+            ValueError: an unknown adapter.
+        """
+        if name not in self._trainable:
+            raise ValueError(_unknown("adapter", name, self._trainable))
+        with written_folder(folder) as temporary:
+            parent = temporary / "save"  # PEFT writes an adapter that is not named "default" to a sub-folder
+            self.model.save_pretrained(str(parent), selected_adapters=[name], save_embedding_layers=False)
+            written = parent / name if name != "default" else parent
+            for file in [f for f in written.iterdir() if f.is_file()]:
+                file.rename(temporary / file.name)
+            if written is not parent:
+                (parent / "README.md").rename(temporary / "README.md")
+                written.rmdir()
+            parent.rmdir()
+        return Path(folder)
+
+    def parameters(self, name: str) -> list[tuple[str, nn.Parameter]]:
+        """An adapter's parameters with their names in the backbone, in the order of its layers.
+
+        Raises:
+            ValueError: an unknown adapter.
+        """
+        if name not in self._trainable:
+            raise ValueError(_unknown("adapter", name, self._trainable))
+        return _adapter_parameters(self.backbone, name)
+
+    def targets(self, name: str) -> list[str]:
+        """The names of the backbone's modules that an adapter changes."""
+        return [
+            path
+            for path, layer in self.backbone.named_modules()
+            if isinstance(layer, BaseTunerLayer) and name in layer._get_available_adapters()
+        ]
+
+    @contextmanager
+    def active(self, modality: str) -> Iterator[None]:
+        """Run the body with a modality's route active. Nests; the route before is back afterwards, also on errors.
+
+        Writes the active adapters of the tuner layers and no `requires_grad`.
+
+        Raises:
+            ValueError: an unknown modality.
+        """
+        route = self.route(modality)
+        layers = self._layers()
+        before = layers.activate(route)
+        try:
+            yield
+        finally:
+            layers.restore(before)
+
+    def _layers(self) -> "_TunerLayers":
+        if self._cache is None or not self._cache.holds(self._peft):
+            self._cache = _TunerLayers(self.backbone, self._peft)
+        return self._cache
+
+    def _inject(self, name: str, config: PeftConfig) -> None:
+        """Let PEFT inject the adapter; the layers' active adapters are afterwards what they were."""
+        layers = self._layers()
+        before = layers.activate(()) if self._peft is not None else None
+        try:
+            if self._peft is None:
+                self._peft = get_peft_model(self.backbone, config, adapter_name=name)
+            else:
+                self._peft.add_adapter(name, config)
+        finally:
+            if before is not None:
+                layers.restore(before)
+        fresh = self._layers()
+        if before is None:
+            fresh.activate(())
+        else:
+            fresh.activate((), only_other_than=layers)
+
+    def _eject(self, name: str) -> None:
+        if len(self.model.peft_config) > 1:
+            self.model.delete_adapter(name)
+        else:
+            self.model.unload()
+            self._peft = None
+        self._write_flags()
+
+    def _register(self, name: str, modality: str | Sequence[str], trainable: bool) -> None:
+        self._trainable[name] = trainable
+        for each in [modality] if isinstance(modality, str) else modality:
+            self._routes[each] = (*self._routes.get(each, ()), name)
+        self._write_flags()
+
+    def _write_flags(self) -> None:
+        """The one place that writes `requires_grad`: as declared, since PEFT wrote its own on adding."""
+        for parameter, flag in self._base_flags:
+            parameter.requires_grad_(flag)
+        for name, is_trainable in self._trainable.items():
+            for _, parameter in _adapter_parameters(self.backbone, name):
+                parameter.requires_grad_(is_trainable)
+
+    def _check_name(self, name: str) -> None:
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w-]*", name):
+            raise ValueError(
+                f"adapter name: expected letters, digits, '_' and '-', got {name!r}. A dot would split torch's module "
+                "path, a separator the folder's."
+            )
+        if name in self._trainable:
+            raise ValueError(
+                f"adapter name: expected a new one, got {name!r}, which is taken; there are {list(self.names)}"
+            )
+        components = {part for path, _ in self.backbone.named_modules() for part in path.split(".")}
+        components |= {path.rsplit(".", 1)[-1] for path, _ in self.backbone.named_parameters()}
+        if name in components:
+            raise ValueError(
+                f"adapter name: expected one that is no part of the backbone's module names, got {name!r}. PEFT "
+                f"matches parts of names when it saves. Do: choose another, such as {name + '_adapter'!r}."
+            )
+
+    def _check_config(self, name: str, config: PeftConfig) -> None:
+        if not isinstance(config, PeftConfig) or config.is_prompt_learning or not hasattr(config, "target_modules"):
+            raise ValueError(
+                f"adapter {name!r}: expected a config of a family that injects layers, such as peft.LoraConfig, got "
+                f"{type(config).__name__}"
+            )
+        if heads := getattr(config, "modules_to_save", None):
+            raise ValueError(
+                f"adapter {name!r}: expected no modules_to_save, got {heads}. It makes one copy of "
+                "the module per adapter, and two active adapters cannot both have one. Do: keep heads outside."
+            )
+        families = {str(there.peft_type) for there in self._peft.peft_config.values()} if self._peft else set()
+        if families - {str(config.peft_type)}:
+            raise ValueError(
+                f"adapter {name!r}: expected the family of the adapters there, {families.pop()}, got "
+                f"{config.peft_type!s}. PEFT holds one family per model."
+            )
+
+    def _check_targets(self, name: str) -> None:
+        targets = self.targets(name)
+        if not targets:
+            raise ValueError(f"adapter {name!r}: expected target_modules that hit a layer of the backbone, got none")
+        blocks = getattr(self.backbone, "blocks", None)
+        if isinstance(blocks, nn.Module):
+            inside = {id(module) for module in blocks.modules()}
+            modules = dict(self.backbone.named_modules())
+            outside = [path for path in targets if id(modules[path]) not in inside]
+            if outside:
+                raise ValueError(
+                    f"adapter {name!r}: expected target_modules inside the blocks, got {outside} as well. Do: name "
+                    r"them by a pattern such as '.*blocks\.\d+\.attn\.(qkv|proj)', or exclude_modules=[the others]."
+                )
+
+    def _check_savable(self) -> None:
+        """PEFT picks an adapter's tensors by name. Refuse at creation a name with which it would pick others."""
+        for name in self.model.peft_config:
+            saved = get_peft_model_state_dict(self.model, adapter_name=name, save_embedding_layers=False)
+            expected = {parameter.data_ptr() for _, parameter in _adapter_parameters(self.backbone, name)}
+            if {t.data_ptr() for t in saved.values() if isinstance(t, Tensor)} != expected:
+                others = [other for other in self.model.peft_config if other != name]
+                raise ValueError(
+                    f"adapter name: expected names that PEFT saves whole, got {name!r} beside {others}. "
+                    "Do: choose a name that is no part of PEFT's prefixes (lora_A, lora_B, ...) or of module names."
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The cache holds the layers' __dict__s, which a copy or a pickle would not tie to the copied layers again.
+        return vars(self) | {"_cache": None}
+
+    def __repr__(self) -> str:
+        routes = ", ".join(f"{modality}: {list(route)}" for modality, route in self._routes.items())
+        return f"AdapterBank({routes}; trainable: {list(self.trainable)})"
+
+
+class _TunerLayers:
+    """The tuner layers of a model, found once, and whether they still are where they were."""
+
+    def __init__(self, root: nn.Module, peft_model: PeftModel | None) -> None:
+        found = [
+            (parent._modules, name, child)
+            for parent in root.modules()
+            for name, child in parent._modules.items()
+            if isinstance(child, BaseTunerLayer)
+        ]
+        self._parents = [parent for parent, _, _ in found]
+        self._names = [name for _, name, _ in found]
+        self._layers = [layer for _, _, layer in found]
+        self._dicts = [vars(layer) for layer in self._layers]
+        self._adapters = list(peft_model.peft_config) if peft_model is not None else []
+
+    def holds(self, peft_model: PeftModel | None) -> bool:
+        adapters = list(peft_model.peft_config) if peft_model is not None else []
+        return adapters == self._adapters and all(map(is_, map(dict.get, self._parents, self._names), self._layers))
+
+    def activate(self, route: Sequence[str], *, only_other_than: "_TunerLayers | None" = None) -> list:
+        """Write the active adapters; returns what was there."""
+        dicts = self._dicts
+        if only_other_than is not None:
+            known = set(map(id, only_other_than._layers))
+            dicts = [d for d, layer in zip(self._dicts, self._layers, strict=True) if id(layer) not in known]
+        before = [d.get("_active_adapter", []) for d in dicts]
+        active = list(route)
+        for d in dicts:
+            d["_active_adapter"] = active
+        return before
+
+    def restore(self, before: list) -> None:
+        for d, active in zip(self._dicts, before, strict=True):
+            d["_active_adapter"] = active
+
+
+def _adapter_parameters(root: nn.Module, name: str) -> list[tuple[str, nn.Parameter]]:
+    """An adapter's parameters by the layers' structure: names are never matched by substring."""
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for path, layer in root.named_modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        for attribute in layer.adapter_layer_names:
+            group = getattr(layer, attribute, None)
+            if not isinstance(group, nn.ModuleDict | nn.ParameterDict) or name not in group:
+                continue
+            part, prefix = group[name], f"{path}.{attribute}.{name}"
+            named = [("", part)] if isinstance(part, nn.Parameter) else list(part.named_parameters())
+            for suffix, parameter in named:
+                found.setdefault(id(parameter), (f"{prefix}.{suffix}" if suffix else prefix, parameter))
+    return list(found.values())
+
+
+def _read(path: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
+    """Config and tensors of a folder in PEFT's format."""
+    if not path.is_dir():
+        raise ValueError(
+            f"adapter folder: expected a folder with adapter_config.json, got {str(path)!r}, which is none"
+        )
+    present = sorted(file.name for file in path.iterdir())
+    if "adapter_config.json" not in present:
+        raise ValueError(
+            f"adapter folder {path}: expected adapter_config.json and adapter_model.safetensors, got {present}. "
+            "PEFT's save_pretrained writes an adapter that is not named 'default' to a sub-folder: give that one."
+        )
+    if not {"adapter_model.safetensors", "adapter_model.bin"} & set(present):
+        raise ValueError(f"adapter folder {path}: expected adapter_model.safetensors beside the config, got {present}")
+    try:
+        config = PeftConfig.from_pretrained(str(path))
+        weights = load_peft_weights(str(path), device="cpu")
+    except (ValueError, KeyError, TypeError, OSError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"adapter folder {path}: expected a config and tensors that PEFT reads, got: {error}"
+        ) from error
+    except Exception as error:  # safetensors raises a class of its own for a torn file
+        raise ValueError(f"adapter folder {path}: cannot read its tensors: {error}") from error
+    return config, weights
+
+
+def _check_fit(path: str | Path, got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    missing = sorted(expected.keys() - got.keys())
+    extra = sorted(got.keys() - expected.keys())
+    misshaped = [
+        f"{key}: expected {tuple(expected[key].shape)}, got {tuple(got[key].shape)}"
+        for key in sorted(expected.keys() & got.keys())
+        if expected[key].shape != got[key].shape
+    ]
+    if missing or extra or misshaped:
+        parts = [f"{len(keys)} {what}: {_listed(keys)}" for what, keys in
+                 (("missing", missing), ("extra", extra), ("misshaped", misshaped)) if keys]  # fmt: skip
+        raise ValueError(
+            f"adapter folder {path}: expected exactly the tensors of this backbone, got {len(got)}; "
+            + "; ".join(parts)
+            + ". Do: give an adapter that was trained on this backbone."
+        )
+
+
+def _listed(keys: list[str], most: int = 3) -> str:
+    return ", ".join(keys[:most]) + (f", ... ({len(keys) - most} more)" if len(keys) > most else "")
+
+
+def _unknown(what: str, got: object, valid: Any) -> str:
+    close = get_close_matches(str(got), [str(v) for v in valid], n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"{what}: expected one of {list(valid)}, got {got!r}.{hint}"
