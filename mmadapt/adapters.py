@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.save_and_load import load_peft_weights
 from torch import Tensor, nn
@@ -213,22 +214,17 @@ class AdapterBank:
         return self._cache
 
     def _inject(self, name: str, config: PeftConfig) -> None:
-        """Let PEFT inject the adapter; the layers' active adapters are afterwards what they were."""
-        layers = self._layers()
-        before = layers.activate(()) if self._peft is not None else None
+        """Let PEFT inject the adapter. It activates what it adds: the layers' routes are afterwards what they were."""
+        known = self._layers()
+        before = dict(zip(map(id, known.layers), known.activate(()), strict=True))
         try:
             if self._peft is None:
                 self._peft = get_peft_model(self.backbone, config, adapter_name=name)
             else:
                 self._peft.add_adapter(name, config)
         finally:
-            if before is not None:
-                layers.restore(before)
-        fresh = self._layers()
-        if before is None:
-            fresh.activate(())
-        else:
-            fresh.activate((), only_other_than=layers)
+            layers = self._layers()
+            layers.restore([before.get(id(layer), []) for layer in layers.layers])
 
     def _eject(self, name: str) -> None:
         if len(self.model.peft_config) > 1:
@@ -275,6 +271,12 @@ class AdapterBank:
             raise ValueError(
                 f"adapter {name!r}: expected a config of a family that injects layers, such as peft.LoraConfig, got "
                 f"{type(config).__name__}"
+            )
+        prefix = PEFT_TYPE_TO_PREFIX_MAPPING.get(config.peft_type, "")  # type: ignore[call-overload]
+        if name in prefix:
+            raise ValueError(
+                f"adapter name: expected one that is no part of PEFT's prefix {prefix!r}, got {name!r}. PEFT may start "
+                "such an adapter afresh when it loads it. Do: choose a longer one."
             )
         if heads := getattr(config, "modules_to_save", None):
             raise ValueError(
@@ -325,34 +327,29 @@ class AdapterBank:
 
 
 class _TunerLayers:
-    """The tuner layers of a model, found once, and whether they still are where they were."""
+    """The tuner layers of a model, found once; `holds`: they and the modules above them still are where they were."""
 
     def __init__(self, root: nn.Module, peft_model: PeftModel | None) -> None:
-        found = [
-            (parent._modules, name, child)
-            for parent in root.modules()
-            for name, child in parent._modules.items()
-            if isinstance(child, BaseTunerLayer)
-        ]
-        self._parents = [parent for parent, _, _ in found]
-        self._names = [name for _, name, _ in found]
-        self._layers = [layer for _, _, layer in found]
-        self._dicts = [vars(layer) for layer in self._layers]
+        paths = [path for path, module in root.named_modules() if isinstance(module, BaseTunerLayer)]
+        self.layers = [root.get_submodule(path) for path in paths]
+        self._dicts = [vars(layer) for layer in self.layers]
+        # Every link on the way from the root to a tuner layer, once: (parent's children, name, child).
+        links = {path.rsplit(".", up)[0] for path in paths for up in range(path.count(".") + 1)}
+        parts = [path.rpartition(".") for path in links]
+        self._parents = [root.get_submodule(parent)._modules for parent, _, _ in parts]
+        self._names = [name for _, _, name in parts]
+        self._children = [root.get_submodule(path) for path in links]
         self._adapters = list(peft_model.peft_config) if peft_model is not None else []
 
     def holds(self, peft_model: PeftModel | None) -> bool:
         adapters = list(peft_model.peft_config) if peft_model is not None else []
-        return adapters == self._adapters and all(map(is_, map(dict.get, self._parents, self._names), self._layers))
+        return adapters == self._adapters and all(map(is_, map(dict.get, self._parents, self._names), self._children))
 
-    def activate(self, route: Sequence[str], *, only_other_than: "_TunerLayers | None" = None) -> list:
-        """Write the active adapters; returns what was there."""
-        dicts = self._dicts
-        if only_other_than is not None:
-            known = set(map(id, only_other_than._layers))
-            dicts = [d for d, layer in zip(self._dicts, self._layers, strict=True) if id(layer) not in known]
-        before = [d.get("_active_adapter", []) for d in dicts]
+    def activate(self, route: Sequence[str]) -> list:
+        """Write the active adapters of all layers; returns what was there."""
+        before = [d.get("_active_adapter", []) for d in self._dicts]
         active = list(route)
-        for d in dicts:
+        for d in self._dicts:
             d["_active_adapter"] = active
         return before
 
