@@ -7,21 +7,15 @@ concatenated and go through a linear head. Compared with the run without checkpo
     python examples/peft_2832.py
 """
 
-import gc
-import os
-from itertools import accumulate
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler's own log lines, before torch reads it
-
 import torch
 import torch.utils.checkpoint as cp
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import mmadapt
+from mmadapt.meter import MemoryMeter
 
 MODALITIES = ("rgb", "flow", "audio")
 DIM, DEPTH, BATCH, TOKENS = 64, 12, 4, 32
@@ -95,13 +89,10 @@ def run(checkpointing: str) -> tuple[float, dict[str, Tensor], int]:
     model = MultimodalClassifier(checkpointing)
     inputs = {m: torch.randn(BATCH, TOKENS, DIM, requires_grad=True) for m in MODALITIES}
     targets = torch.randint(7, (BATCH,))
-    gc.collect()  # so that the profiler sees no block freed that it did not see allocated
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with MemoryMeter(known=[*model.parameters(), *inputs.values()]) as meter:
         loss = nn.functional.cross_entropy(model(inputs), targets)
         loss.backward()
-    changes = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns()))
-    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, max(held)
+    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, meter.peak
 
 
 def error(got: dict[str, Tensor], expected: dict[str, Tensor], modality: str) -> float:
