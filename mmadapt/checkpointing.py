@@ -70,8 +70,8 @@ def checkpoint(
     elif modules is None and not _is_module_call(function) and any_tuner_alive():
         raise ValueError(
             f"checkpoint({_name(function)}): expected to find the PEFT layers that it runs, got none, "
-            "though some exist whose adapters may be switched before backward. Valid: a Module, its method, a partial or a "
-            "closure that holds it, a Module among the arguments. Do: pass modules=[the modules it runs], or "
+            "though some exist whose adapters may be switched before backward. Valid: a Module, its method, a partial "
+            "or a closure that holds it, a Module among the arguments. Do: pass modules=[the modules it runs], or "
             "modules=() if it runs no PEFT layer."
         )
     if use_reentrant:

@@ -85,8 +85,8 @@ class MultimodalModel(nn.Module):
         """The trainable parameters with their names in this model, by what they belong to.
 
         `adapter/<name>` for the adapters declared trainable, `tokenizer/<modality>`, `fusion`, `head`, and `backbone`
-        if the bank does not freeze it. It does not depend on which adapter is active. Groups without parameters are left
-        out, and so are parameters that the user froze.
+        if the bank does not freeze it. It does not depend on which adapter is active. Groups without parameters are
+        left out, and so are parameters that the user froze.
         """
         prefix = {id(parameter): name for name, parameter in self.named_parameters()}
         adapters = {name: [p for _, p in self.bank.parameters(name)] for name in self.bank.names}

@@ -1,0 +1,86 @@
+"""What a training step costs: its time, and the bytes that autograd holds between forward and backward."""
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmadapt.checkpointing import CheckpointPlan
+from mmadapt.data.batch import Batch, average_views
+from mmadapt.meter import MemoryMeter
+from mmadapt.model import MultimodalModel
+
+__all__ = ["StepCost", "compare_plans", "held_bytes", "step_cost"]
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """seconds: median of forward and backward. held_bytes: what is kept for backward at the end of forward."""
+
+    seconds: float
+    held_bytes: int
+
+
+def held_bytes(model: MultimodalModel, batch: Batch) -> tuple[Tensor, int]:
+    """A forward's loss, and the bytes that are alive because of it: what its graph keeps for backward."""
+    with MemoryMeter(known=(*model.parameters(), *model.buffers(), *batch.inputs.values())) as meter:
+        loss = _loss(model, batch)
+        return loss, meter.live
+
+
+def step_cost(model: MultimodalModel, batch: Batch, plan: CheckpointPlan, repeats: int = 5) -> StepCost:
+    """Cost of one step under a plan; parameters, gradients, the model's plan and the RNG stay as they are."""
+    return compare_plans(model, batch, {"plan": plan}, repeats)["plan"]
+
+
+def compare_plans(
+    model: MultimodalModel, batch: Batch, plans: Mapping[str, CheckpointPlan], repeats: int = 5
+) -> dict[str, StepCost]:
+    """Costs of one step under several plans, measured in turns, so that a busy machine slows all of them alike."""
+    before, mode = model.plan, model.training
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    seconds: dict[str, list[float]] = {name: [] for name in plans}
+    held: dict[str, int] = {}
+    model.train()
+    try:
+        with torch.random.fork_rng(devices=_devices(model)):
+            for turn in range(repeats + 1):
+                for name, plan in plans.items():
+                    model.plan = plan
+                    model.zero_grad(set_to_none=True)
+                    if turn == 0:  # also the warm-up
+                        loss, held[name] = held_bytes(model, batch)
+                        loss.backward()
+                        continue
+                    start = _now(model)
+                    _loss(model, batch).backward()
+                    seconds[name].append(_now(model) - start)
+    finally:
+        model.plan = before
+        model.train(mode)
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+    return {name: StepCost(statistics.median(seconds[name]), held[name]) for name in plans}
+
+
+def plain_costs(costs: Mapping[str, StepCost]) -> dict[str, Any]:
+    return {name: asdict(cost) for name, cost in costs.items()}
+
+
+def _loss(model: MultimodalModel, batch: Batch) -> Tensor:
+    return model.head.loss(average_views(model(batch), batch.views), batch.targets)  # type: ignore[operator]
+
+
+def _devices(model: MultimodalModel) -> list[torch.device]:
+    device = next(model.parameters()).device
+    return [device] if device.type == "cuda" else []
+
+
+def _now(model: MultimodalModel) -> float:
+    if next(model.parameters()).device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
