@@ -20,7 +20,7 @@ from mmadapt.callbacks import ProgressBar
 from mmadapt.checkpointing import CheckpointPlan
 from mmadapt.config import ConfigError, instantiate
 from mmadapt.data.module import MultimodalDataModule
-from mmadapt.module import check_keys
+from mmadapt.model import check_keys
 from mmadapt.validate import TOKENIZER_OWN, route
 
 Config = Mapping[str, Any]

@@ -136,7 +136,7 @@ def prepare_overrides(args: Sequence[str]) -> list[str]:
 
 def flags_last(args: Sequence[str]) -> list[str]:
     """The overrides, then the flags with their values: Hydra's parser takes overrides in one piece only."""
-    overrides = [arg for arg in args if "=" in arg and not arg.startswith("-") or arg.startswith("~")]
+    overrides = [arg for arg in args if ("=" in arg and not arg.startswith("-")) or arg.startswith("~")]
     return [*overrides, *(arg for arg in args if arg not in overrides)]
 
 

@@ -1,6 +1,6 @@
 """The whole model: tokenizers -> shared backbone, each modality under its route -> fusion -> head."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -116,19 +116,7 @@ class MultimodalModel(nn.Module):
         Raises:
             ValueError: missing, extra or misshaped tensors, which are listed; nothing is loaded then.
         """
-        expected = self.trainable_state()
-        missing, extra = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
-        misshaped = [
-            f"{name} (expected {tuple(expected[name].shape)}, got {tuple(state[name].shape)})"
-            for name in sorted(expected.keys() & state.keys())
-            if expected[name].shape != state[name].shape
-        ]
-        if missing or extra or misshaped:
-            raise ValueError(
-                f"model state: expected exactly {len(expected)} tensors, got {len(state)}; missing: {missing[:5]}, "
-                f"extra: {extra[:5]}, misshaped: {misshaped[:5]}. Do: build the model with the adapters, tokenizers, "
-                "fusion and head that the state was saved with."
-            )
+        check_keys(state, self.state_dict(), self._frozen_names())
         self.load_state_dict(dict(state), strict=False)
 
     def _frozen_names(self) -> set[str]:
@@ -136,3 +124,29 @@ class MultimodalModel(nn.Module):
             return set()
         of_adapters = {id(p) for name in self.bank.names for _, p in self.bank.parameters(name)}
         return {f"backbone.{name}" for name, p in self.backbone.named_parameters() if id(p) not in of_adapters}
+
+
+def check_keys(got: Mapping[str, Tensor], own: Mapping[str, Tensor], frozen: Collection[str] = ()) -> None:
+    """Check that tensors to load are exactly a module's own but for the frozen ones, in name and shape.
+
+    Raises:
+        ValueError: lists what is missing, extra or misshaped.
+    """
+    expected = {key: value for key, value in own.items() if key not in frozen}
+    problems = {
+        "missing": [key for key in expected if key not in got],
+        "extra": [key for key in got if key not in expected],
+        "misshaped": [
+            f"{key} (expected {tuple(value.shape)}, got {tuple(got[key].shape)})"
+            for key, value in expected.items()
+            if key in got and got[key].shape != value.shape
+        ],
+    }
+    if any(problems.values()):
+        listed = "; ".join(
+            f"{kind}: {keys[:5]}{' ...' if len(keys) > 5 else ''}" for kind, keys in problems.items() if keys
+        )
+        raise ValueError(
+            f"expected exactly the {len(expected)} trained tensors of this model, got {len(got)}; {listed}. Do: build "
+            "the model with the adapters, tokenizers, fusion and head that they were saved with."
+        )

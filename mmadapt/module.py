@@ -5,7 +5,7 @@ class Mine(MultiAdapterModule):
         return focal_loss(logits, batch.targets)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import lightning as L
@@ -15,7 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 
 from mmadapt.config import ConfigError, plain
 from mmadapt.data.batch import Batch, average_views
-from mmadapt.model import MultimodalModel
+from mmadapt.model import MultimodalModel, check_keys
 from mmadapt.optim import adamw, cosine_schedule
 
 __all__ = ["MultiAdapterModule"]
@@ -187,30 +187,3 @@ class MultiAdapterModule(L.LightningModule):
     def _frozen_keys(self) -> set[str]:
         kept = self.model.trainable_state()
         return {f"model.{name}" for name in self.model.state_dict() if name not in kept}
-
-
-def check_keys(got: Mapping[str, Tensor], own: Mapping[str, Tensor], frozen: Sequence[str] | set[str] = ()) -> None:
-    """Checks that tensors to load are exactly a module's own but for the frozen ones, in name and shape.
-
-    Raises:
-        ValueError: lists what is missing, extra or misshaped.
-    """
-    expected = {key: value for key, value in own.items() if key not in frozen}
-    problems = {
-        "missing": [key for key in expected if key not in got],
-        "extra": [key for key in got if key not in expected],
-        "misshaped": [
-            f"{key} (expected {tuple(value.shape)}, got {tuple(got[key].shape)})"
-            for key, value in expected.items()
-            if key in got and got[key].shape != value.shape
-        ],
-    }
-    if any(problems.values()):
-        listed = "; ".join(
-            f"{kind}: {keys[:5]}{' ...' if len(keys) > 5 else ''}" for kind, keys in problems.items() if keys
-        )
-        raise ValueError(
-            f"checkpoint: expected exactly the {len(expected)} trained tensors of this model, got {len(got)}; "
-            f"{listed}. "
-            "Build the model with the configuration that the checkpoint was trained with"
-        )

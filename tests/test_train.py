@@ -80,10 +80,10 @@ def test_commands_are_dispatched(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_ctrl_c_leaves_a_checkpoint_and_the_command_that_goes_on(tiny: Tiny, tmp_path: Path) -> None:
     """A real SIGINT to a real process; its own words are then run, and the result is that of an undisturbed run."""
-    args = tiny(PRETRAIN, "trainer.limit_train_batches=30", "trainer.log_every_n_steps=1")
+    args = tiny(PRETRAIN, "trainer.limit_train_batches=10")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "mmadapt.train", *args, "trainer.max_epochs=40"],
+        [sys.executable, "-m", "mmadapt.train", *args, "trainer.max_epochs=200"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment,
     )  # fmt: skip
     deadline = time.monotonic() + 120
@@ -99,7 +99,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_the_command_that_goes_on(tiny: Tiny, tmp
     (path,) = re.findall(r"a checkpoint that resumes lies in (.+)", err)
     checkpoint = torch.load(path, weights_only=True)
     step = checkpoint["global_step"]
-    assert 0 < step < 1200
+    assert 0 < step < 2000
     assert not any(".mlp." in key for key in checkpoint["ema"]["parameters"] if "backbone" not in key)
     assert not list(tmp_path.glob("outputs/stages/pretrain-*"))
 
