@@ -1,5 +1,6 @@
 """From a validated configuration to objects: data, backbone, tokenizers, adapters, callbacks, logger, trainer."""
 
+import copy
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -134,6 +135,16 @@ def build_trainer(cfg: Config, callbacks: list[Callback], run: Path, name: str) 
         raise ConfigError(f"trainer: {e}") from e
     except ImportError as e:
         raise ImportError(f"{e}; pip install 'mmadapt[tensorboard]' for logger=tensorboard, or use logger=csv") from e
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `base` with the values of `over`, mapping by mapping."""
+    merged = copy.deepcopy(dict(base))
+    for key, value in over.items():
+        # another class takes other fields: its node replaces the one that was there
+        is_nested = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping) and "_target_" not in value
+        merged[key] = merge(merged[key], value) if is_nested else copy.deepcopy(value)
+    return merged
 
 
 def _build(cfg: Config, fields: Config, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a training step costs: its time, and the bytes that autograd holds between forward and backward."""
+"""What a model costs: its parameters, the time of a step, and the bytes held between forward and backward."""
 
 import statistics
 import time
@@ -14,7 +14,7 @@ from mmadapt.data.batch import Batch, average_views
 from mmadapt.meter import MemoryMeter
 from mmadapt.model import MultimodalModel
 
-__all__ = ["StepCost", "compare_plans", "held_bytes", "step_cost"]
+__all__ = ["StepCost", "compare_plans", "count_parameters", "held_bytes", "step_cost"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,24 @@ def compare_plans(
 
 def plain_costs(costs: Mapping[str, StepCost]) -> dict[str, Any]:
     return {name: asdict(cost) for name, cost in costs.items()}
+
+
+def count_parameters(model: MultimodalModel) -> dict[str, dict[str, int]]:
+    """Parameters in all and trainable, by part: backbone, each adapter, tokenizer, fusion, head, total."""
+    trained = {id(p) for parameters in model.parameter_groups().values() for _, p in parameters}
+    parts = {f"adapter {name}": [p for _, p in model.bank.parameters(name)] for name in model.bank.names}
+    adapters = {id(p) for parameters in parts.values() for p in parameters}
+    parts = {"backbone": [p for p in model.backbone.parameters() if id(p) not in adapters], **parts}
+    parts |= {f"tokenizer {name}": list(t.parameters()) for name, t in model.tokenizers.items()}
+    parts |= {"fusion": list(model.fusion.parameters()), "head": list(model.head.parameters())}
+    parts["total"] = list(model.parameters())
+    return {
+        part: {
+            "parameters": sum(p.numel() for p in parameters),
+            "trainable": sum(p.numel() for p in parameters if id(p) in trained),
+        }
+        for part, parameters in parts.items()
+    }
 
 
 def _loss(model: MultimodalModel, batch: Batch) -> Tensor:

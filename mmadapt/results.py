@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from mmadapt.files import written_folder
+from mmadapt.model import MultimodalModel
 
 # Raise it when a change of the code makes results of before wrong or unreadable: they are then made anew.
 SCHEMA = 1
@@ -108,3 +109,28 @@ def save_module(module: nn.Module, path: Path) -> None:
     """A module's state as safetensors, its parent folders made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file({key: value.detach().cpu().contiguous() for key, value in module.state_dict().items()}, path)
+
+
+def write_stage(name: str, model: MultimodalModel, folder: Path) -> None:
+    """The stage's tensors: safetensors, and adapters in PEFT's own format."""
+    if name.startswith("single"):
+        (modality,) = model.modalities
+        model.bank.save(modality, folder / "adapter")
+        save_module(model.tokenizers[modality], folder / "tokenizer.safetensors")
+    else:
+        for modality, tokenizer in model.tokenizers.items():
+            save_module(tokenizer, folder / "tokenizer" / f"{modality}.safetensors")
+        for adapter in model.bank.names:
+            model.bank.save(adapter, folder / "adapters" / adapter)
+        if not model.bank.freeze:
+            save_backbone(model, folder / "backbone.safetensors")
+        if next(model.fusion.parameters(), None) is not None:
+            save_module(model.fusion, folder / "fusion.safetensors")
+    save_module(model.head, folder / "head.safetensors")
+
+
+def save_backbone(model: MultimodalModel, path: Path) -> None:
+    """The backbone under the names that it has before PEFT wraps its layers."""
+    adapters = {id(p) for name in model.bank.names for _, p in model.bank.parameters(name)}
+    own = {n.replace(".base_layer.", "."): p for n, p in model.backbone.named_parameters() if id(p) not in adapters}
+    save_file({name: p.detach().cpu().contiguous() for name, p in own.items()}, path)

@@ -8,7 +8,6 @@ A stage's hash covers its own configuration, the data, the seed and the hashes o
 known before anything runs. Each stage seeds itself and builds its backbone first: a random backbone is the same in all.
 """
 
-import copy
 import math
 import sys
 import time
@@ -30,11 +29,11 @@ from mmadapt.checkpointing import CheckpointPlan
 from mmadapt.config import ConfigError, instantiate
 from mmadapt.data.module import MultimodalDataModule
 from mmadapt.fusion import ConcatFusion
-from mmadapt.memory import compare_plans, plain_costs
+from mmadapt.memory import compare_plans, count_parameters, plain_costs
 from mmadapt.model import MultimodalModel
 from mmadapt.module import MultiAdapterModule
 from mmadapt.optim import group_settings
-from mmadapt.results import StageResult, file_hash, find, save_module, stage_hash, store
+from mmadapt.results import StageResult, file_hash, find, stage_hash, store, write_stage
 from mmadapt.resume import checkpoint_for, checkpoint_identity
 from mmadapt.validate import STAGE_OWN, adapter_folder, backbone_file, validate
 
@@ -138,8 +137,8 @@ class Stages:
         over = self.cfg["stages"].get(stage) or {}
         own = stage == self.cfg["stage"]  # then the trainer's epochs are this stage's
         epochs = {} if own or "epochs" not in over else {"trainer": {"max_epochs": over["epochs"]}}
-        merged = _merge(self.cfg, epochs)
-        return _merge(merged, {key: value for key, value in over.items() if key not in STAGE_OWN})
+        merged = build.merge(self.cfg, epochs)
+        return build.merge(merged, {key: value for key, value in over.items() if key not in STAGE_OWN})
 
     def hash_of(self, name: str) -> str:
         """The hash of a stage, known before it runs."""
@@ -279,7 +278,9 @@ class Stages:
         details["parameters"] = count_parameters(module.model)
         details["costs"] = _costs(module.model, datamodule)
         details["modalities"], details["classes"] = list(datamodule.modalities), list(datamodule.class_names)
-        return store(self.root, name, key_hash, lambda folder: _write(name, module.model, folder), metrics, details)
+        return store(
+            self.root, name, key_hash, lambda folder: write_stage(name, module.model, folder), metrics, details
+        )
 
     def _model(
         self, c: Mapping[str, Any], name: str, datamodule: MultimodalDataModule, *, is_trial: bool = False
@@ -396,51 +397,6 @@ def _load_best(trainer: L.Trainer, module: MultiAdapterModule) -> int:
     return int(checkpoint["epoch"])
 
 
-def _write(name: str, model: MultimodalModel, folder: Path) -> None:
-    """The stage's tensors: safetensors, and adapters in PEFT's own format."""
-    if name.startswith("single"):
-        (modality,) = model.modalities
-        model.bank.save(modality, folder / "adapter")
-        save_module(model.tokenizers[modality], folder / "tokenizer.safetensors")
-    else:
-        for modality, tokenizer in model.tokenizers.items():
-            save_module(tokenizer, folder / "tokenizer" / f"{modality}.safetensors")
-        for adapter in model.bank.names:
-            model.bank.save(adapter, folder / "adapters" / adapter)
-        if not model.bank.freeze:
-            save_module_without_adapters(model, folder / "backbone.safetensors")
-        if next(model.fusion.parameters(), None) is not None:
-            save_module(model.fusion, folder / "fusion.safetensors")
-    save_module(model.head, folder / "head.safetensors")
-
-
-def save_module_without_adapters(model: MultimodalModel, path: Path) -> None:
-    """The backbone under the names that it has before PEFT wraps its layers."""
-    from safetensors.torch import save_file
-
-    adapters = {id(p) for name in model.bank.names for _, p in model.bank.parameters(name)}
-    own = {n.replace(".base_layer.", "."): p for n, p in model.backbone.named_parameters() if id(p) not in adapters}
-    save_file({name: p.detach().cpu().contiguous() for name, p in own.items()}, path)
-
-
-def count_parameters(model: MultimodalModel) -> dict[str, dict[str, int]]:
-    """Parameters in all and trainable, by part: backbone, each adapter, tokenizer, fusion, head, total."""
-    trained = {id(p) for parameters in model.parameter_groups().values() for _, p in parameters}
-    parts = {f"adapter {name}": [p for _, p in model.bank.parameters(name)] for name in model.bank.names}
-    adapters = {id(p) for parameters in parts.values() for p in parameters}
-    parts = {"backbone": [p for p in model.backbone.parameters() if id(p) not in adapters], **parts}
-    parts |= {f"tokenizer {name}": list(t.parameters()) for name, t in model.tokenizers.items()}
-    parts |= {"fusion": list(model.fusion.parameters()), "head": list(model.head.parameters())}
-    parts["total"] = list(model.parameters())
-    return {
-        part: {
-            "parameters": sum(p.numel() for p in parameters),
-            "trainable": sum(p.numel() for p in parameters if id(p) in trained),
-        }
-        for part, parameters in parts.items()
-    }
-
-
 def _costs(model: MultimodalModel, datamodule: MultimodalDataModule) -> dict[str, Any]:
     """Time and held bytes of one step of a training batch, with the stage's plan (or every block) and with none."""
     batch = next(iter(datamodule.train_dataloader())).to(next(model.parameters()).device)
@@ -454,12 +410,3 @@ def _beside(adapter: Path) -> Path | None:
     """The tokenizer of the stage that wrote an adapter: the adapter was trained on its tokens."""
     path = adapter.parent / "tokenizer.safetensors"
     return path if adapter.name == "adapter" and path.is_file() else None
-
-
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = copy.deepcopy(dict(base))
-    for key, value in over.items():
-        # another class takes other fields: its node replaces the one that was there
-        is_nested = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping) and "_target_" not in value
-        merged[key] = _merge(merged[key], value) if is_nested else copy.deepcopy(value)
-    return merged

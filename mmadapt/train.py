@@ -5,6 +5,7 @@ from mmadapt.train import train
 results = train(compose(["+experiment=vivit_multi", "data.fold=1"]))
 """
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -70,6 +71,9 @@ def _adapters(folder: Path) -> Path | None:
 
 def main(args: list[str] | None = None) -> int:
     """The command line: Hydra's, with `++` where it is needed, and one message for what is wrong."""
+    # Before torch is imported: OpenMP's threads else spin while they wait for each other, and on cores that something
+    # else uses too a step takes ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     given = list(sys.argv[1:] if args is None else args)
     runs: list[dict[str, Any]] = []
     try:

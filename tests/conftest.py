@@ -1,7 +1,11 @@
 """Fixtures of all tests."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+# As mmadapt.train does; here, since torch reads it when it is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 

@@ -25,11 +25,11 @@ class Augment:
 
     Fields:
         crop: start anywhere in the window's recording instead of on the grid of hops.
-        tempo: standard deviation of the logarithm of a window's overall speed.
+        tempo: largest logarithm of a window's overall speed, drawn uniformly: 0.5 is 0.6 to 1.65 times the speed.
         warp: standard deviation of the logarithm of the speed at each knot of a smooth curve within the window.
         mirror: probability of swapping left and right.
         rotation: largest angle in degrees, about a random axis (how the device sits on the wrist).
-        gain: standard deviation of the logarithm of each sensor's gain.
+        gain: standard deviation of the logarithm of the movement's size, the same for all sensors.
         jitter: standard deviation of white noise, in units of the training standard deviation.
 
     Raises:
@@ -37,7 +37,7 @@ class Augment:
     """
 
     crop: bool = True
-    tempo: float = 0.2
+    tempo: float = 0.5
     warp: float = 0.2
     mirror: float = 0.5
     rotation: float = 10.0
@@ -61,7 +61,7 @@ class Augment:
 class Draws:
     """What was drawn for B windows of N samples of S sensors.
 
-    Shapes: start (B,) in [0, 1); log_speed (B, N); mirror (B,) bool; rotation (B, 3, 3); log_gain (B, S); noise
+    Shapes: start (B,) in [0, 1); log_speed (B, N); mirror (B,) bool; rotation (B, 3, 3); log_gain (B,); noise
     (B, S, N, 3) of unit variance, empty without jitter.
     """
 
@@ -86,23 +86,23 @@ def generator(seed: int, epoch: int, index: int, *, stream: int = 0) -> np.rando
 
 def draw(augment: Augment, seed: int, epochs: Sequence[int], indices: Sequence[int], size: int, sensors: int) -> Draws:
     """Draw the variation of each window; everything is drawn always, so one strength doesn't move another's draws."""
-    uniforms = np.empty((len(indices), 3))
-    normals = np.empty((len(indices), 1 + KNOTS + 3 + sensors))
+    uniforms = np.empty((len(indices), 4))
+    normals = np.empty((len(indices), KNOTS + 3 + 1))
     noise = np.empty((len(indices), sensors, size, 3) if augment.jitter else (len(indices), 0), dtype=np.float32)
     for row, (epoch, index) in enumerate(zip(epochs, indices, strict=True)):
         random = generator(seed, epoch, index)
         random.random(out=uniforms[row])
         random.standard_normal(out=normals[row])
         random.standard_normal(out=noise[row], dtype=np.float32)
-    start, mirror, turn = uniforms.T
-    tempo, knots, axis, gain = np.split(normals, [1, 1 + KNOTS, 4 + KNOTS], axis=1)
-    log_speed = augment.tempo * tempo + augment.warp * knots @ _knot_basis(size)  # (B, N)
+    start, mirror, turn, tempo = uniforms.T
+    knots, axis, gain = np.split(normals, [KNOTS, KNOTS + 3], axis=1)
+    log_speed = augment.tempo * (2 * tempo[:, None] - 1) + augment.warp * knots @ _knot_basis(size)  # (B, N)
     return Draws(
         start=start,
         log_speed=np.clip(log_speed, -np.log(MAX_SPEED), np.log(MAX_SPEED)),
         mirror=mirror < augment.mirror,
         rotation=rotation_matrix(axis, np.deg2rad(augment.rotation) * (2 * turn - 1)),
-        log_gain=augment.gain * gain,
+        log_gain=augment.gain * gain[:, 0],
         noise=noise,
     )
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from mmadapt.data.augment import Augment
+from mmadapt.data.gravity import gravity
 from mmadapt.data.module import MultimodalDataModule, Split, choose
 from mmadapt.data.windows import VIEWS, Recordings, Scaling, Sensor, WindowDataset
 
@@ -33,14 +34,15 @@ CLASS_NAMES = (
 )
 SIZE, HOP, FRAMES = 256, 128, 16  # samples of a window, between two windows; frames of a clip
 FOLDS = 5
+RATE = 50.0  # samples per second
 
 # The watch sits on the wrist of the exercising arm, so the other arm sees the world reflected in a plane across the
 # x axis. Acceleration is a vector and its x flips; angular velocity is a pseudovector, which a reflection also turns
 # round as a whole, so its y and z flip. The recordings agree: of all 64 choices of signs this one brings the mean
 # levels and the channel correlations of a subject's left arm closest to those of the right.
 SENSORS = {
-    "accelerometer": Sensor(columns=(0, 1, 2), mirror=(-1, 1, 1)),
-    "gyroscope": Sensor(columns=(3, 4, 5), mirror=(1, -1, -1)),
+    "accelerometer": Sensor(columns=(0, 1, 2), mirror=(-1, 1, 1), order=2, has_level=True),
+    "gyroscope": Sensor(columns=(3, 4, 5), mirror=(1, -1, -1), order=1),
 }
 
 
@@ -174,9 +176,12 @@ def _load(path: Path) -> Recordings:
         )
     data = np.load(io.BytesIO(raw), allow_pickle=True).item()
     lengths = [len(x) for x in data["X"]]
+    signals = np.concatenate(data["X"]).astype(np.float32)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
     return Recordings(
-        signals=np.concatenate(data["X"]).astype(np.float32),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]),
+        signals=signals,
+        offsets=offsets,
+        level=gravity(signals[:, :3], signals[:, 3:], offsets, RATE),
         targets=data["y"].astype(np.int64),
         subjects=data["subject"].astype(np.int64),
     )

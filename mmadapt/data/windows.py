@@ -17,10 +17,18 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Sensor:
-    """Three columns of a recording that form one vector, and the signs of its axes under a swap of left and right."""
+    """Three columns of a recording that form one vector, and how they change with what a window is varied by.
+
+    mirror: the signs of its axes under a swap of left and right.
+    order: the power of the speed that it grows with when a movement is performed faster: 1 for a velocity, 2 for an
+        acceleration.
+    has_level: it holds `Recordings.level` too, which is there without any movement and grows with nothing.
+    """
 
     columns: tuple[int, int, int]
     mirror: tuple[int, int, int]
+    order: int = 0
+    has_level: bool = False
 
 
 @dataclass(frozen=True)
@@ -28,13 +36,15 @@ class Recordings:
     """Recordings of all sensors end to end.
 
     Shapes, for R recordings with T samples in all: signals (T, columns) float32; offsets (R + 1,), recording r is
-    `signals[offsets[r]:offsets[r + 1]]`; targets (R,) int64; subjects (R,).
+    `signals[offsets[r]:offsets[r + 1]]`; targets (R,) int64; subjects (R,); level (T, 3) float32, such as gravity, for
+    the sensors that have one.
     """
 
     signals: Array
     offsets: Array
     targets: Array
     subjects: Array
+    level: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -56,11 +66,10 @@ class Scaling:
 
 @dataclass(frozen=True)
 class View:
-    """A deterministic variant of one window: mirrored, or its middle part stretched to full length, or amplified."""
+    """A deterministic variant of one window: mirrored, or its middle part stretched to full length."""
 
     mirror: bool = False
     part: float = 1.0
-    gain: float = 1.0
 
 
 # Views of a window use its own samples only. The whole window and its mirror image come first.
@@ -69,10 +78,10 @@ VIEWS = (
     View(mirror=True),
     View(part=0.9),
     View(mirror=True, part=0.9),
-    View(gain=1.1),
-    View(mirror=True, gain=1.1),
     View(part=0.8),
     View(mirror=True, part=0.8),
+    View(part=0.7),
+    View(mirror=True, part=0.7),
 )
 
 
@@ -114,6 +123,7 @@ class WindowDataset(Dataset[Batch]):
         self.signals = {
             name: np.ascontiguousarray(recordings.signals[:, list(sensors[name].columns)]) for name in modalities
         }
+        self.levels = {name: recordings.level for name in modalities if sensors[name].has_level}
         self.subjects = tuple(subjects)
         self.size, self.frames = size, frames
         self.augment, self.seed = augment, seed
@@ -159,14 +169,14 @@ class WindowDataset(Dataset[Batch]):
         else:
             start = first + self.start[indices]
         at = np.minimum(start[:, None] + at, last[:, None])
+        speed, gain = np.exp(draws.log_speed), np.exp(draws.log_gain)[:, None]
         signals = {}
         for name in self.modalities:
             # A sensor's draws are the same whichever other modalities are served.
             sensor, number = self.sensors[name], list(self.sensors).index(name)
-            x = self._read(at, name)
+            x = self._moved(at, name, speed**sensor.order * gain)
             x *= np.where(draws.mirror[:, None], np.array(sensor.mirror, x.dtype), 1)[:, None]
-            # One matrix turns and amplifies: rows are vectors, so it stands on the right and transposed.
-            turn = draws.rotation.transpose(0, 2, 1) * np.exp(draws.log_gain[:, number, None, None])
+            turn = draws.rotation.transpose(0, 2, 1)  # rows are vectors, so it stands on the right and transposed
             x = self._scale(x @ turn.astype(x.dtype), sensor)
             if augment.jitter:
                 x += augment.jitter * draws.noise[:, number]
@@ -185,8 +195,9 @@ class WindowDataset(Dataset[Batch]):
             views = []
             for view in self.views:
                 # Symmetric about the middle; the whole window comes out exactly.
-                x = self._read(begin + steps + (1 - view.part) * (middle - steps), name)
-                x *= np.array(sensor.mirror if view.mirror else (1, 1, 1), x.dtype) * view.gain
+                at = begin + steps + (1 - view.part) * (middle - steps)
+                x = self._read(at, self.signals[name])  # not slowed as movement: the level looks back beyond the window
+                x *= np.array(sensor.mirror if view.mirror else (1, 1, 1), x.dtype)
                 views.append(self._scale(x, sensor))
             signals[name] = np.concatenate(views)
         return signals
@@ -196,9 +207,17 @@ class WindowDataset(Dataset[Batch]):
         recording = self.recording[indices]
         return self.recordings.offsets[recording], self.recordings.offsets[recording + 1] - 1
 
-    def _read(self, at: Array, name: str) -> Array:
-        """A sensor at fractional positions, linear between samples, exact at them: (B, N) -> (B, N, 3) float32."""
-        signal = self.signals[name]
+    def _moved(self, at: Array, name: str, factor: Array) -> Array:
+        """A sensor with its movement, not its level, times a factor (B, N): (B, N) positions -> (B, N, 3) float32."""
+        x = self._read(at, self.signals[name])
+        if (factor == 1).all():
+            return x
+        level = self.levels.get(name)
+        rest = 0 if level is None else self._read(at, level)
+        return rest + (x - rest) * factor[..., None].astype(x.dtype)
+
+    def _read(self, at: Array, signal: Array) -> Array:
+        """A signal at fractional positions, linear between samples, exact at them: (B, N) -> (B, N, 3) float32."""
         low = np.floor(at).astype(np.int64)
         high = np.ceil(at).astype(np.int64)  # = low on a recording's last sample: never the next recording's first
         weight = (at - low).astype(np.float32)[..., None]
