@@ -47,4 +47,4 @@ def test_gravity_is_most_of_what_the_accelerometer_reads() -> None:
     movement = recordings.signals[:, :3] - recordings.level
     means = [np.linalg.norm(movement[start:end].mean(axis=0)) for start, end in pairwise(recordings.offsets)]
     assert np.median(means) < 0.25  # a fast swing adds its centripetal acceleration
-    assert movement.std() < 0.5 * recordings.signals[:, :3].std()
+    assert movement.std() < 0.7 * recordings.signals[:, :3].std()
