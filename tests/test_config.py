@@ -148,9 +148,9 @@ def test_every_config_instantiates(choice: str, tmp_path: Path, quiet: None) -> 
 def test_every_experiment_composes_with_every_debug(experiment: str, debug: str | None) -> None:
     cfg = validate(compose([f"+experiment={experiment}", *([f"debug={debug}"] if debug else [])]))
     assert cfg["name"] == experiment
-    assert cfg["trainer"]["max_epochs"] == {"overfit": 50, "profiler": 2}.get(
-        str(debug), 22 if experiment == "vivit_pretrain" else 11
-    )
+    own = cfg["stages"][cfg["stage"]]["epochs"]
+    assert cfg["stage"] == experiment.removeprefix("vivit_")
+    assert cfg["trainer"]["max_epochs"] == {"overfit": 50, "profiler": 2}.get(str(debug), own)
 
 
 @pytest.mark.parametrize("overrides", TYPED, ids=" ".join)

@@ -52,6 +52,21 @@ def test_a_tubelet_is_embedded_linearly():
     assert tokenizer.num_tokens == 8
 
 
+def test_dropped_tokens_are_a_random_share_in_training_only():
+    tokenizer = TubeletTokenizer(16, (3, 4, 8, 8), (2, 4, 4), drop_token=0.25)
+    clips = torch.randn(50, 3, 4, 8, 8)
+    got = tokenizer(clips)
+    assert got.shape == (50, 6, 16)
+    whole = tokenizer.eval()(clips)
+    assert whole.shape == (50, 8, 16)
+    kept = (got[:, :, None] == whole[:, None]).all(-1)  # (B, kept, N)
+    assert (kept.sum(2) == 1).all()
+    assert (kept.any(1).sum(1) == 6).all()
+    assert kept.any(1).float().mean(0).std() < 0.15  # every place is dropped about as often
+    with pytest.raises(ValueError, match="drop_token"):
+        TubeletTokenizer(16, (3, 4, 8, 8), (2, 4, 4), drop_token=1.0)
+
+
 @pytest.mark.parametrize(
     ("clip", "tubelet"),
     [

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 KNOTS = 5  # of the smooth speed curve: about one change of tempo per second in a window of 5 s
+LIMITS = {"crop": 1.0, "mirror": 1.0, "rotation": 180.0, "roll": 180.0}  # of strengths; the others have none
 MAX_SPEED = 2.0  # nobody performs an exercise at more than twice or less than half the speed
 
 
@@ -29,6 +30,7 @@ class Augment:
         warp: standard deviation of the logarithm of the speed at each knot of a smooth curve within the window.
         mirror: probability of swapping left and right.
         rotation: largest angle in degrees, about a random axis (how the device sits on the wrist).
+        roll: largest angle in degrees, about x on top of that (how far it slid round the forearm).
         gain: standard deviation of the logarithm of the movement's size, the same for all sensors.
         jitter: standard deviation of white noise, in units of the training standard deviation.
 
@@ -41,20 +43,21 @@ class Augment:
     warp: float = 0.2
     mirror: float = 0.5
     rotation: float = 10.0
+    roll: float = 20.0
     gain: float = 0.2
     jitter: float = 0.1
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            limit = 1.0 if field.name in ("mirror", "crop") else 180.0 if field.name == "rotation" else float("inf")
+            limit = LIMITS.get(field.name, float("inf"))
             if not 0 <= value <= limit:
                 raise ValueError(f"expected augment.{field.name} in [0, {limit:g}], got {value!r}; 0 switches it off")
 
     @classmethod
     def none(cls) -> "Augment":
         """No variation at all: training windows are the windows of the grid."""
-        return cls(crop=False, tempo=0, warp=0, mirror=0, rotation=0, gain=0, jitter=0)
+        return cls(crop=False, tempo=0, warp=0, mirror=0, rotation=0, roll=0, gain=0, jitter=0)
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ def generator(seed: int, epoch: int, index: int, *, stream: int = 0) -> np.rando
 
 def draw(augment: Augment, seed: int, epochs: Sequence[int], indices: Sequence[int], size: int, sensors: int) -> Draws:
     """Draw the variation of each window; everything is drawn always, so one strength doesn't move another's draws."""
-    uniforms = np.empty((len(indices), 4))
+    uniforms = np.empty((len(indices), 5))
     normals = np.empty((len(indices), KNOTS + 3 + 1))
     noise = np.empty((len(indices), sensors, size, 3) if augment.jitter else (len(indices), 0), dtype=np.float32)
     for row, (epoch, index) in enumerate(zip(epochs, indices, strict=True)):
@@ -94,14 +97,15 @@ def draw(augment: Augment, seed: int, epochs: Sequence[int], indices: Sequence[i
         random.random(out=uniforms[row])
         random.standard_normal(out=normals[row])
         random.standard_normal(out=noise[row], dtype=np.float32)
-    start, mirror, turn, tempo = uniforms.T
+    start, mirror, turn, tempo, roll = uniforms.T
     knots, axis, gain = np.split(normals, [KNOTS, KNOTS + 3], axis=1)
     log_speed = augment.tempo * (2 * tempo[:, None] - 1) + augment.warp * knots @ _knot_basis(size)  # (B, N)
     return Draws(
         start=start,
         log_speed=np.clip(log_speed, -np.log(MAX_SPEED), np.log(MAX_SPEED)),
         mirror=mirror < augment.mirror,
-        rotation=rotation_matrix(axis, np.deg2rad(augment.rotation) * (2 * turn - 1)),
+        rotation=rotation_matrix(np.eye(1, 3).repeat(len(roll), axis=0), np.deg2rad(augment.roll) * (2 * roll - 1))
+        @ rotation_matrix(axis, np.deg2rad(augment.rotation) * (2 * turn - 1)),
         log_gain=augment.gain * gain[:, 0],
         noise=noise,
     )

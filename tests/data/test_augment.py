@@ -21,9 +21,16 @@ def test_rotations_turn_by_their_angle_and_keep_norms_and_handedness() -> None:
 
 
 def test_a_rotation_stays_within_its_angle() -> None:
-    matrix = draw(Augment(rotation=10), 0, [0] * 300, range(300), 8, 2).rotation
+    matrix = draw(Augment(rotation=10, roll=0), 0, [0] * 300, range(300), 8, 2).rotation
     angle = np.rad2deg(np.arccos(np.clip((np.trace(matrix, axis1=1, axis2=2) - 1) / 2, -1, 1)))
     assert 9 < angle.max() <= 10 + 1e-6
+
+
+def test_a_roll_is_about_x_and_stays_within_its_angle() -> None:
+    matrix = draw(Augment(rotation=0, roll=20), 0, [0] * 300, range(300), 8, 2).rotation
+    np.testing.assert_allclose(matrix @ [1.0, 0, 0], np.tile([1.0, 0, 0], (300, 1)), atol=1e-12)
+    angle = np.rad2deg(np.arccos(np.clip((np.trace(matrix, axis1=1, axis2=2) - 1) / 2, -1, 1)))
+    assert 18 < angle.max() <= 20 + 1e-6
 
 
 def test_positions_are_the_identity_at_zero_strength_and_increase_at_any() -> None:
