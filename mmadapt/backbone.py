@@ -64,6 +64,8 @@ class ViViT(Backbone):
         super().__init__()
         if depth < 1:
             raise ValueError(f"ViViT.depth: expected at least 1, got {depth}")
+        if dim < 1 or num_heads < 1:
+            raise ValueError(f"ViViT: expected dim and num_heads of at least 1, got dim={dim}, num_heads={num_heads}")
         if dim % num_heads:
             raise ValueError(f"ViViT.dim: expected a multiple of num_heads={num_heads}, got {dim}")
         self.dim = dim

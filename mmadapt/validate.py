@@ -6,6 +6,8 @@ Trainer, optimizer groups); this file can.
 
 import dataclasses
 import inspect
+import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,8 +72,31 @@ def _modalities(cfg: Mapping[str, Any]) -> None:
                 f"{cfg['stage']}; write +experiment=vivit_single modality={cfg['modality']}, or "
                 f"'modalities=[{cfg['modality']}]'"
             )
-    if isinstance(cfg["seed"], bool) or not isinstance(cfg["seed"], int) or cfg["seed"] < 0:
-        raise ConfigError(f"seed: expected a whole number of at least 0, got {cfg['seed']!r}; write seed=7")
+    whole("seed", cfg["seed"], 7, most=2**32 - 1)  # numpy's limit
+    for key in ("fresh", "baselines"):
+        flag(key, cfg[key])
+    flag("tokenizer.trainable", cfg["tokenizer"]["trainable"])
+    flag("backbone.trainable", cfg["backbone"]["trainable"])
+
+
+def whole(where: str, value: Any, example: int, *, least: int = 0, most: int | None = None) -> None:
+    """Raises ConfigError for anything but a whole number in [least, most]."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        limit = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ConfigError(f"{where}: expected a whole number {limit}, got {value!r}; write {where}={example}")
+
+
+def number(where: str, value: Any, example: str, *, most: float = math.inf) -> None:
+    """Raises ConfigError for anything but a finite number in [0, most]."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most or math.isinf(value):
+        limit = "of at least 0" if math.isinf(most) else f"from 0 to {most:g}"
+        raise ConfigError(f"{where}: expected a finite number {limit}, got {value!r}; write {where}={example}")
+
+
+def flag(where: str, value: Any) -> None:
+    """Raises ConfigError for anything but true or false."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}: expected true or false, got {value!r}; write {where}=true")
 
 
 def _adapters(cfg: Mapping[str, Any]) -> None:
@@ -81,6 +106,7 @@ def _adapters(cfg: Mapping[str, Any]) -> None:
     )
     fields = lora_fields()
     check_names("adapters.lora", adapters["lora"], fields, "These are the fields of peft.LoraConfig.")
+    _lora_numbers("adapters.lora", adapters["lora"])
     route(adapters["route"], "adapters.route")
     check_names("adapters.modality", adapters["modality"], modalities, "Name one of `modalities`.")
     for modality, own in adapters["modality"].items():
@@ -88,9 +114,20 @@ def _adapters(cfg: Mapping[str, Any]) -> None:
         if not isinstance(own, Mapping):
             raise ConfigError(f"{where}: expected fields below it, got {own!r}; write {where}.r=4")
         check_names(where, own, [*fields, "route"], "These are `route` and the fields of peft.LoraConfig.")
+        _lora_numbers(where, own)
         if "route" in own:
             route(own["route"], f"{where}.route")
     check_names("adapters.pretrained", adapters["pretrained"], modalities, "Name one of `modalities`.")
+
+
+def _lora_numbers(where: str, own: Mapping[str, Any]) -> None:
+    """The fields that are typed most; PEFT itself checks the rest when the adapter is made."""
+    if "r" in own:
+        whole(f"{where}.r", own["r"], 8, least=1)
+    if "lora_alpha" in own:
+        number(f"{where}.lora_alpha", own["lora_alpha"], "16")
+    if "lora_dropout" in own:
+        number(f"{where}.lora_dropout", own["lora_dropout"], "0.1", most=1)
 
 
 def lora_fields() -> list[str]:
@@ -134,10 +171,23 @@ def _optim(cfg: Mapping[str, Any]) -> None:
     groups = [f"tokenizer/{m}" for m in modalities]
     groups += [f"adapter/{name}" for m in modalities for name in (m, f"{m}_ft")]
     check_settings([*groups, "fusion", "head", "backbone"], cfg["optim"])
+    _optim_numbers("optim", cfg["optim"])
+
+
+def _optim_numbers(where: str, own: Mapping[str, Any]) -> None:
+    examples = {"lr": "2e-3", "weight_decay": "0.05", "eps": "1e-8", "warmup": "0.1", "final": "0.01"}
+    for key, value in own.items():
+        if isinstance(value, Mapping):
+            _optim_numbers(f"{where}.{key}", value)
+        elif key in examples and value is not None:
+            number(f"{where}.{key}", value, examples[key], most=1 if key in ("warmup", "final") else math.inf)
 
 
 def _trainer(trainer: Mapping[str, Any], where: str) -> None:
     import lightning as L
+
+    if trainer.get("max_epochs") is not None:
+        whole(f"{where}.max_epochs", trainer["max_epochs"], 10, least=-1)  # -1: until max_steps
 
     valid = [name for name in inspect.signature(L.Trainer.__init__).parameters if name != "self"]
     check_names(where, trainer, [*valid, "_target_"], "These are the arguments of lightning.Trainer.")
@@ -159,6 +209,9 @@ def _stages(cfg: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"stages.{stage}: expected keys below it, got {own!r}; write stages.{stage}.enabled=false"
             )
+        flag(f"stages.{stage}.enabled", own.get("enabled", True))
+        if "epochs" in own:
+            whole(f"stages.{stage}.epochs", own["epochs"], 10)
         _below(own, cfg, f"stages.{stage}", STAGE_OWN)
 
 
@@ -185,15 +238,13 @@ def _callbacks(cfg: Mapping[str, Any]) -> None:
 
 def _data(cfg: Mapping[str, Any]) -> None:
     for key in ("batch_size", "fold"):
-        value = cfg["data"].get(key, 1)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(
-                f"data.{key}: expected a whole number, got {value!r}; write data.{key}={'64' if 'b' in key else '0'}"
-            )
+        whole(f"data.{key}", cfg["data"].get(key, 1), 64 if key == "batch_size" else 0, least=int(key == "batch_size"))
 
 
 def _paths(cfg: Mapping[str, Any]) -> None:
-    """Everything that is to be read is there."""
+    """Everything that is to be read is there, and what is to be written can be."""
+    for key in ("output", "run", "stages"):
+        writable(f"paths.{key}", Path(cfg["paths"][key]))
     weights = cfg["backbone"].get("weights")
     if weights is not None:
         backbone_file(weights)
@@ -208,6 +259,14 @@ def _paths(cfg: Mapping[str, Any]) -> None:
     if resume is not None and resume != "last" and not Path(str(resume)).expanduser().is_file():
         hint = closest(str(resume), ["last"])
         raise ConfigError(f"resume: expected last or the path of a checkpoint, got {resume!r}, which is no file.{hint}")
+
+
+def writable(where: str, path: Path) -> None:
+    """Raises ConfigError unless a folder can be made, or written to, at that path."""
+    there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        what = "which may not be written to" if there.is_dir() else "which is no folder"
+        raise ConfigError(f"{where}: expected a folder to write to, got {path} below {there}, {what}; give another one")
 
 
 def backbone_file(path: str) -> Path:
