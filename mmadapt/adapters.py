@@ -25,6 +25,9 @@ from mmadapt.files import written_folder
 
 __all__ = ["AdapterBank"]
 
+# What PEFT writes for an adapter; a folder that holds anything else is not replaced.
+_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "README.md")
+
 
 class AdapterBank:
     """The named adapters of a backbone and the route of each modality through them.
@@ -130,7 +133,7 @@ class AdapterBank:
                 backbone: missing, extra and misshaped ones are listed. The bank is then as before.
         """
         self._check_name(name)
-        config, weights = _read(Path(path))
+        config, weights = _read(Path(path).expanduser())
         self._check_config(name, config)
         config.inference_mode = not trainable
         self._inject(name, config)
@@ -158,10 +161,12 @@ class AdapterBank:
 
         Raises:
             ValueError: an unknown adapter.
+            FileExistsError: there is a file, or a folder that holds something else than an adapter.
         """
         if name not in self._trainable:
             raise ValueError(_unknown("adapter", name, self._trainable))
-        with written_folder(folder) as temporary:
+        target = Path(folder).expanduser()
+        with written_folder(target, replaces=_FILES) as temporary:
             parent = temporary / "save"  # PEFT writes an adapter that is not named "default" to a sub-folder
             self.model.save_pretrained(str(parent), selected_adapters=[name], save_embedding_layers=False)
             written = parent / name if name != "default" else parent
@@ -171,7 +176,7 @@ class AdapterBank:
                 (parent / "README.md").rename(temporary / "README.md")
                 written.rmdir()
             parent.rmdir()
-        return Path(folder)
+        return target
 
     def parameters(self, name: str) -> list[tuple[str, nn.Parameter]]:
         """An adapter's parameters with their names in the backbone, in the order of its layers.
@@ -208,6 +213,23 @@ class AdapterBank:
         finally:
             layers.restore(before)
 
+    def check_flags(self) -> None:
+        """Check that `requires_grad` of every adapter is as declared: O(parameters of the adapters).
+
+        PEFT's `set_adapter` and `disable_adapter` write it, after which an adapter would silently train no more.
+
+        Raises:
+            ValueError: an adapter whose flags changed.
+        """
+        for name, is_trainable in self._trainable.items():
+            wrong = [path for path, p in _adapter_parameters(self.backbone, name) if p.requires_grad != is_trainable]
+            if wrong:
+                raise ValueError(
+                    f"adapter {name!r}: expected requires_grad={is_trainable} as declared, got {not is_trainable} for "
+                    f"{len(wrong)} parameters such as {wrong[0]}. Likely cause: PEFT's set_adapter or disable_adapter, "
+                    "which write it. Do: switch with AdapterBank.active."
+                )
+
     def _layers(self) -> "_TunerLayers":
         if self._cache is None or not self._cache.holds(self._peft):
             self._cache = _TunerLayers(self.backbone, self._peft)
@@ -222,16 +244,28 @@ class AdapterBank:
                 self._peft = get_peft_model(self.backbone, config, adapter_name=name)
             else:
                 self._peft.add_adapter(name, config)
+        except BaseException:  # PEFT may fail with some layers changed and some not
+            self._eject(name)
+            raise
         finally:
             layers = self._layers()
             layers.restore([before.get(id(layer), []) for layer in layers.layers])
 
     def _eject(self, name: str) -> None:
-        if len(self.model.peft_config) > 1:
-            self.model.delete_adapter(name)
-        else:
-            self.model.unload()
+        """Remove all traces of an adapter, also of one that PEFT injected in part; the bank is as before."""
+        if self._peft is not None:
+            self._peft.peft_config.pop(name, None)
+        for parent in list(self.backbone.modules()):
+            for key, layer in list(parent._modules.items()):
+                if isinstance(layer, BaseTunerLayer):
+                    layer._active_adapter = [n for n in layer.active_adapters if n != name]
+                    layer.delete_adapter(name)
+                    if not layer._get_available_adapters():
+                        parent._modules[key] = layer.get_base_layer()
+        if self._peft is not None and not self._peft.peft_config:
             self._peft = None
+        if self._peft is None:
+            vars(self.backbone).pop("peft_config", None)  # PEFT's note on the model that it wrapped
         self._write_flags()
 
     def _register(self, name: str, modality: str | Sequence[str], trainable: bool) -> None:

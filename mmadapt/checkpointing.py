@@ -163,14 +163,14 @@ def _find_modules(function: Any, args: tuple, kwargs: dict) -> list[nn.Module]:
     """The modules that a call runs, as far as the call shows them.
 
     The function itself, Modules among the arguments, what a partial holds, closure cells; `__self__` of a bound method
-    only if there was nothing else, as it is often the whole model.
+    only if none of them has a tuner layer, as it is often the whole model.
     """
     if isinstance(function, nn.Module) and not kwargs and all(isinstance(arg, Tensor) for arg in args):
         return [function]
     is_method = isinstance(function, MethodType)
     found = {id(m): m for m in _modules_in((args, kwargs) if is_method else (function, args, kwargs))}
-    if not found and is_method:
-        found = {id(m): m for m in _modules_in(function.__self__)}
+    if is_method and not any(scope_of(module).tuners for module in found.values()):
+        found |= {id(m): m for m in _modules_in(function.__self__)}
     return list(found.values())
 
 

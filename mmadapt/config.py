@@ -200,10 +200,12 @@ def check_command_line(args: Sequence[str]) -> None:
         parsed = OverridesParser.create().parse_overrides(overrides)
     sweeps = [o for o in parsed if o.is_sweep_override()]
     plain = [o.input_line or "" for o in parsed if not o.is_sweep_override()]
-    output = Path(_compose(plain).paths.output)
+    output = _compose(plain).paths.output
+    if not output:
+        raise ConfigError(f"paths.output: expected a folder, got {output!r}; write paths.output=outputs")
     from mmadapt.validate import writable  # it needs names from here
 
-    writable("paths.output", output)  # Hydra makes the run's folder before anything of ours runs
+    writable("paths.output", Path(output))  # Hydra makes the run's folder before anything of ours runs
     for sweep in sweeps:
         # one sweep at a time: each of its values, the other sweeps left at their defaults
         if sweep.is_discrete_sweep() and not str(sweep.input_line).partition("=")[2].startswith("glob("):

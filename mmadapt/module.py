@@ -40,7 +40,8 @@ class MultiAdapterModule(L.LightningModule):
     Raises:
         ConfigError: at the start of a fit if nothing is trainable.
         RuntimeError: at the first backward with a modality whose trainable adapter got no gradient.
-        ValueError: a batch with no or an unknown modality, NaN or Inf; a checkpoint of another model.
+        ValueError: a batch with no or an unknown modality, NaN or Inf; an adapter whose flags PEFT changed; a
+            checkpoint of another model.
     """
 
     def __init__(self, model: MultimodalModel, num_classes: int, optim: Mapping[str, Any] | None = None) -> None:
@@ -66,6 +67,7 @@ class MultiAdapterModule(L.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         batch.check(self.model.modalities)
+        self.model.bank.check_flags()
         self._present.update(batch.inputs)
         loss = self.loss(average_views(self(batch), batch.views), batch)
         self.log("train/loss", loss, prog_bar=True, batch_size=len(batch))

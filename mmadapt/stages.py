@@ -374,6 +374,12 @@ class Stages:
             metrics |= trainer.test(module, datamodule=datamodule, verbose=False)[0]
         except SystemExit as e:  # Lightning's answer to a KeyboardInterrupt
             raise KeyboardInterrupt from e
+        lost = [key for key in ("val/loss", "test/loss") if not math.isfinite(metrics.get(key, 0.0))]
+        if lost:
+            raise ValueError(
+                f"stage {name}: expected finite losses after training, got {lost[0]}={metrics[lost[0]]}: it "
+                "diverged, and nothing of it is kept; give a smaller optim.lr, or trainer.gradient_clip_val"
+            )
         timer = next((cb for cb in callbacks if isinstance(cb, StepTimer)), None)
         details = {
             "epoch": epoch,

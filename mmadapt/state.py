@@ -125,7 +125,7 @@ class AdapterState:
     `requires_grad` flag of every parameter. Two states of the same modules compare equal if nothing of it differs.
     """
 
-    __slots__ = ("_flags", "_roots", "_scopes", "_training", "_values")
+    __slots__ = ("_flags", "_roots", "_scopes", "_training", "_values", "_versions")
 
     def __init__(self, roots: Sequence[nn.Module], scopes: Sequence[Scope]) -> None:
         self._roots = roots
@@ -135,6 +135,7 @@ class AdapterState:
         ]
         self._training = [d["training"] for scope in scopes for d in scope.module_dicts]
         self._flags = [flag for scope in scopes for flag in scope.flags()]
+        self._versions = [None if p is None else p._version for scope in scopes for p in scope.parameters]
 
     @classmethod
     def capture(cls, *modules: nn.Module) -> "AdapterState":
@@ -182,8 +183,8 @@ class AdapterState:
 
         Raises:
             RecomputationError: what was captured cannot be brought back: a module or parameter was replaced or
-                removed, a tuner layer was added, an adapter was merged or unmerged, or (`on_flags="error"`) a flag
-                was turned off.
+                removed, a tuner layer was added, an adapter was merged or unmerged, a parameter was edited in place,
+                or (`on_flags="error"`) a flag was turned off.
         """
         undo: list[tuple[dict, str, Any]] = []
         flipped: list[tuple[nn.Parameter, bool]] = []
@@ -195,6 +196,8 @@ class AdapterState:
             self._check_merged(live, label)
         if live._flags != self._flags and on_flags == "error":
             self._check_flags(live, label)
+        if live._versions != self._versions:
+            self._check_versions(live, label)
         try:
             if live._values != self._values:
                 dicts = [d for scope in self._scopes for d in scope.tuner_dicts]
@@ -267,6 +270,23 @@ class AdapterState:
                 "adapters that it deactivates. Do: switch with AdapterBank.active, which writes no flag, or set "
                 'requires_grad of all trainable adapters again after each switch, or pass on_flags="follow" to accept '
                 "that these parameters get no gradient."
+            )
+
+    def _check_versions(self, live: "AdapterState", label: str) -> None:
+        """Without checkpointing, autograd itself refuses a tensor that it saved and that was then edited in place."""
+        idle = self._idle_parameters()
+        names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
+        edited = [
+            names.get(id(parameter), "?")
+            for parameter, then, now in zip(self._parameters(), self._versions, live._versions, strict=True)
+            if then != now and id(parameter) not in idle
+        ]
+        if edited:
+            listed = ", ".join(edited[:4]) + (", ..." if len(edited) > 4 else "")
+            raise RecomputationError(
+                f"{_named(label)}: {len(edited)} parameters were edited in place since its forward (an optimizer step, "
+                f"load_state_dict), so it would compute something else: {listed}. At forward: {self.describe()}. "
+                "Do: call backward before the edit, or run the forward after it."
             )
 
     def _idle_parameters(self) -> set[int]:

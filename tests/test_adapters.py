@@ -126,6 +126,18 @@ def test_copies_switch_their_own_layers(bank, copied):
     assert torch.equal(outputs(bank, "rgb"), expected)
 
 
+@pytest.mark.parametrize("call", ["set_adapter", "disable_adapter"])
+def test_flags_that_peft_wrote_are_noticed(bank, call):
+    bank.check_flags()
+    if call == "set_adapter":
+        bank.model.set_adapter("depth_ft")
+    else:
+        with bank.model.disable_adapter():
+            pass
+    with pytest.raises(ValueError, match=r"adapter 'rgb.*expected requires_grad=.*as declared.*AdapterBank\.active"):
+        bank.check_flags()
+
+
 # ---- files
 
 
@@ -251,7 +263,49 @@ def test_an_adapter_of_another_backbone_is_refused(bank, tmp_path):
         AdapterBank(ViViT(dim=DIM, depth=2, num_heads=2)).load("rgb", folder, modality="rgb", trainable=False)
 
 
+def test_saving_deletes_nothing_of_anybody_else(bank, tmp_path, monkeypatch):
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years of work")
+    with pytest.raises(FileExistsError, match=r"thesis\.tex"):
+        bank.save("rgb", folder)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(FileExistsError, match="got the file"):
+        bank.save("rgb", tmp_path / "file")
+    monkeypatch.chdir(folder)
+    with pytest.raises(FileExistsError, match="working directory"):
+        bank.save("rgb", ".")
+    assert (folder / "thesis.tex").read_text() == "years of work"
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["file", "results"]
+
+
+def test_a_link_is_followed(bank, tmp_path):
+    bank.save("rgb", tmp_path / "real")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    bank.save("rgb_ft", tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    saved = load_file(tmp_path / "real/adapter_model.safetensors")
+    assert all(
+        torch.equal(saved[f"base_model.model.{n.replace('.rgb_ft.', '.')}"], p) for n, p in bank.parameters("rgb_ft")
+    )
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["link", "real"]
+
+
 # ---- refusals at creation
+
+
+@pytest.mark.parametrize(
+    "config", [{"r": "four"}, {"r": 2.5}, {"r": -1}, {"target_modules": ["qkv", "norm1"]}], ids=str
+)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_an_adapter_that_peft_fails_to_inject_leaves_no_trace(config, is_first):
+    bank = AdapterBank(make_backbone("vivit")) if is_first else make_bank()
+    before = snapshot(bank.backbone)
+    with pytest.raises((ValueError, TypeError)):
+        bank.add("new", LoraConfig(**{**CONFIG, **config}), modality="rgb", trainable=True)
+    assert_same(snapshot(bank.backbone), before)
+    bank.add("new", LoraConfig(**CONFIG), modality="rgb", trainable=True)
+    assert len(bank.parameters("new")) == 16
 
 
 @pytest.mark.parametrize(

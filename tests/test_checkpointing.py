@@ -359,6 +359,55 @@ def test_events_that_cannot_be_undone_are_named(bank, event, message, reentrant)
         loss.backward()
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_parameter_edited_in_place_is_an_error_as_without_checkpointing(bank, reentrant):
+    def edit():
+        torch.optim.SGD([p for _, p in bank.parameters("rgb_ft")], lr=0.1).step()
+        with torch.no_grad():
+            for _, parameter in bank.parameters("rgb_ft"):
+                parameter.add_(1)
+
+    block = bank.backbone.blocks[0]
+    with bank.active("rgb"):
+        plain = block(make_tokens(requires_grad=True)["rgb"]).square().sum()
+    edit()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        plain.backward()
+    loss = forward(bank, reentrant, label="block 0")
+    edit()
+    with pytest.raises(RecomputationError, match=r"block 0: 4 parameters were edited in place.*rgb_ft"):
+        loss.backward()
+    loss = forward(bank, reentrant)
+    with torch.no_grad():
+        for _, parameter in bank.parameters("depth_ft"):
+            parameter.add_(1)  # another modality's adapter: nothing to do with this block's forward
+    loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_method_of_a_module_beside_an_unrelated_module(bank, reentrant):
+    class Outer(nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.block = block
+
+        def run(self, x, other):
+            return other(self.block(x))
+
+    def run(blocks, x, plan):
+        for block in blocks:
+            function = Outer(block).run
+            if plan.enabled:
+                x = checkpoint(function, x, nn.Identity(), use_reentrant=reentrant)
+            else:
+                x = function(x, nn.Identity())
+        return x
+
+    expected = step(bank, make_tokens(), PLAIN, run)
+    with bank.active("depth"):
+        assert equal(step(bank, make_tokens(), CheckpointPlan(), run).gradients, expected.gradients)
+
+
 # ---- plans
 
 
