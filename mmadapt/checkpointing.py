@@ -45,7 +45,8 @@ def checkpoint(
 
     modules: where the tuner layers are; `()` says that there are none. By default they are looked for in the function
         if it is a Module, else among the arguments (nested), in what a partial holds, in closure cells, and last in
-        `__self__` of a bound method.
+        `__self__` of a bound method. What a Module keeps in a plain list, or what a function reaches as a global, is
+        not found: name it here.
     on_flags: `"error"` refuses a parameter that required grad at forward and does not at recomputation (autograd would
         drop its gradient); `"follow"` accepts it, as an un-checkpointed backward does.
     label: the block's name in errors; by default the function's class or name.

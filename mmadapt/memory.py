@@ -3,8 +3,7 @@
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from mmadapt.data.batch import Batch, average_views
 from mmadapt.meter import MemoryMeter
 from mmadapt.model import MultimodalModel
 
-__all__ = ["StepCost", "compare_plans", "count_parameters", "held_bytes", "step_cost"]
+__all__ = ["StepCost", "compare_plans", "count_parameters", "held_bytes"]
 
 
 @dataclass(frozen=True)
@@ -32,15 +31,13 @@ def held_bytes(model: MultimodalModel, batch: Batch) -> tuple[Tensor, int]:
         return loss, meter.live
 
 
-def step_cost(model: MultimodalModel, batch: Batch, plan: CheckpointPlan, repeats: int = 5) -> StepCost:
-    """Cost of one step under a plan; parameters, gradients, the model's plan and the RNG stay as they are."""
-    return compare_plans(model, batch, {"plan": plan}, repeats)["plan"]
-
-
 def compare_plans(
     model: MultimodalModel, batch: Batch, plans: Mapping[str, CheckpointPlan], repeats: int = 5
 ) -> dict[str, StepCost]:
-    """Costs of one step under several plans, measured in turns, so that a busy machine slows all of them alike."""
+    """Costs of one step under several plans, measured in turns, so that a busy machine slows all of them alike.
+
+    Parameters, gradients, the model's plan and the RNG stay as they are.
+    """
     before, mode = model.plan, model.training
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     seconds: dict[str, list[float]] = {name: [] for name in plans}
@@ -65,10 +62,6 @@ def compare_plans(
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
     return {name: StepCost(statistics.median(seconds[name]), held[name]) for name in plans}
-
-
-def plain_costs(costs: Mapping[str, StepCost]) -> dict[str, Any]:
-    return {name: asdict(cost) for name, cost in costs.items()}
 
 
 def count_parameters(model: MultimodalModel) -> dict[str, dict[str, int]]:

@@ -69,10 +69,7 @@ def print_report(summary: Mapping[str, Any], console: Console | None = None) -> 
     console = console or Console()
     modalities = [*summary["modalities"], TOGETHER]
     fold = "" if summary["fold"] is None else f", fold {summary['fold']}"
-    table = Table(title=f"Test accuracy ({summary['name']}{fold}, seed {summary['seed']})", title_justify="left")
-    table.add_column("")
-    for modality in modalities:
-        table.add_column(modality, justify="right")
+    table = _table(f"Test accuracy ({summary['name']}{fold}, seed {summary['seed']})", "", *modalities)
     for label, row in summary["accuracy"].items():
         table.add_row(label, *(f"{row[m]:.3f}" if m in row else "" for m in modalities))
     f1 = {m: summary["test"].get(f"test/f1/{m}" if m != TOGETHER else "test/f1") for m in modalities}
@@ -80,10 +77,7 @@ def print_report(summary: Mapping[str, Any], console: Console | None = None) -> 
     table.add_row(f"{summary['stage']}: macro F1", *(f"{v:.3f}" if v is not None else "" for v in f1.values()))
     console.print(table)
 
-    table = Table(title="Parameters", title_justify="left")
-    table.add_column("part")
-    table.add_column("in all", justify="right")
-    table.add_column("trainable", justify="right")
+    table = _table("Parameters", "part", "in all", "trainable")
     for part, count in summary["parameters"].items():
         if part == "total":
             table.add_section()
@@ -91,10 +85,7 @@ def print_report(summary: Mapping[str, Any], console: Console | None = None) -> 
             table.add_row(part, f"{count['parameters']:,}", f"{count['trainable']:,}")
     console.print(table)
 
-    table = Table(title="One training step", title_justify="left")
-    table.add_column("checkpointing")
-    table.add_column("milliseconds", justify="right")
-    table.add_column("held activations", justify="right")
+    table = _table("One training step", "checkpointing", "milliseconds", "held activations")
     for label, cost in summary["costs"].items():
         table.add_row(label, f"{1000 * cost['seconds']:.0f}", megabytes(cost["held_bytes"]))
     console.print(table)
@@ -111,10 +102,7 @@ def print_sweep(summaries: Sequence[Mapping[str, Any]], console: Console | None 
     """Mean and standard deviation of the test accuracies over the runs of a multirun."""
     console = console or Console()
     modalities = [*summaries[0]["modalities"], TOGETHER]
-    table = Table(title=f"Test accuracy, mean and deviation of {len(summaries)} runs", title_justify="left")
-    table.add_column("")
-    for modality in modalities:
-        table.add_column(modality, justify="right")
+    table = _table(f"Test accuracy, mean and deviation of {len(summaries)} runs", "", *modalities)
     for label in summaries[0]["accuracy"]:
         cells = []
         for modality in modalities:
@@ -124,6 +112,15 @@ def print_sweep(summaries: Sequence[Mapping[str, Any]], console: Console | None 
             cells.append(f"{statistics.mean(known):.3f} ± {spread:.3f}" if known else "")
         table.add_row(label, *cells)
     console.print(table)
+
+
+def _table(title: str, label: str, *columns: str) -> Table:
+    """A table of numbers: what the rows are on the left, the numbers to the right."""
+    table = Table(title=title, title_justify="left")
+    table.add_column(label)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
 
 
 def megabytes(count: int) -> str:

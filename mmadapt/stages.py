@@ -12,6 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from mmadapt.checkpointing import CheckpointPlan
 from mmadapt.config import ConfigError, instantiate
 from mmadapt.data.module import MultimodalDataModule
 from mmadapt.fusion import ConcatFusion
-from mmadapt.memory import compare_plans, count_parameters, plain_costs
+from mmadapt.memory import compare_plans, count_parameters
 from mmadapt.model import MultimodalModel
 from mmadapt.module import MultiAdapterModule
 from mmadapt.optim import group_settings
@@ -407,9 +408,8 @@ def _costs(model: MultimodalModel, datamodule: MultimodalDataModule) -> dict[str
     """Time and held bytes of one step of a training batch, with the stage's plan (or every block) and with none."""
     batch = next(iter(datamodule.train_dataloader())).to(next(model.parameters()).device)
     with_plan = model.plan if model.plan.enabled else CheckpointPlan()
-    return plain_costs(
-        compare_plans(model, batch, {"with": with_plan, "without": CheckpointPlan(enabled=False)}, repeats=3)
-    )
+    plans = {"with": with_plan, "without": CheckpointPlan(enabled=False)}
+    return {name: asdict(cost) for name, cost in compare_plans(model, batch, plans, repeats=3).items()}
 
 
 def _beside(adapter: Path) -> Path | None:

@@ -1,7 +1,7 @@
 import torch
 
 from mmadapt.checkpointing import CheckpointPlan
-from mmadapt.memory import compare_plans, held_bytes, step_cost
+from mmadapt.memory import compare_plans, held_bytes
 from tests.toys import toy_batch, toy_model
 
 PLANS = {"with": CheckpointPlan(), "without": CheckpointPlan(enabled=False)}
@@ -31,7 +31,7 @@ def test_measuring_leaves_no_trace() -> None:
     gradients = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     rng = torch.get_rng_state()
-    step_cost(model, batch, CheckpointPlan(), repeats=1)
+    compare_plans(model, batch, {"blocks": CheckpointPlan()}, repeats=1)
     assert torch.equal(torch.get_rng_state(), rng)
     assert model.plan == CheckpointPlan(segment_size=2)
     assert not model.training
