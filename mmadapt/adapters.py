@@ -124,12 +124,11 @@ class AdapterBank:
         *,
         modality: str | Sequence[str],
         trainable: bool,
-        strict: bool = True,
     ) -> None:
         """Add an adapter from a folder in PEFT's format.
 
         Raises:
-            ValueError: the folder is no PEFT adapter, or (`strict`) its tensors are not exactly those of this
+            ValueError: the folder is no PEFT adapter, or its tensors are not exactly those of this
                 backbone: missing, extra and misshaped ones are listed. The bank is then as before.
         """
         self._check_name(name)
@@ -140,12 +139,11 @@ class AdapterBank:
         try:
             self._check_targets(name)
             self._check_savable()
-            if strict:
-                _check_fit(
-                    path,
-                    weights,
-                    get_peft_model_state_dict(self.model, adapter_name=name, save_embedding_layers=False),
-                )
+            _check_fit(
+                path,
+                weights,
+                get_peft_model_state_dict(self.model, adapter_name=name, save_embedding_layers=False),
+            )
             set_peft_model_state_dict(self.model, weights, adapter_name=name)
         except (ValueError, RuntimeError) as error:
             self._eject(name)
