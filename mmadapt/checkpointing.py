@@ -10,10 +10,8 @@ function is wrapped so that its first run notes the adapter state and every late
 The wrapping is the same for both of torch's modes, as both call the function a second time.
 """
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -22,7 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-from mmadapt.state import AdapterState, OnFlags, any_tuner_alive, scope_of
+from mmadapt.search import find_modules, is_known, watching
+from mmadapt.state import AdapterState, OnFlags, Scope, scope_of, tuner_types
 
 __all__ = ["CheckpointPlan", "checkpoint", "run_blocks"]
 
@@ -46,13 +45,13 @@ def checkpoint(
     modules: where the tuner layers are; `()` says that there are none. By default they are looked for in the function
         if it is a Module, else among the arguments (nested), in what a partial holds, in closure cells, and last in
         `__self__` of a bound method. What a Module keeps in a plain list, or what a function reaches as a global, is
-        not found: name it here.
+        not found; if it has PEFT layers, running it is an error until it is named here.
     on_flags: `"error"` refuses a parameter that required grad at forward and does not at recomputation (autograd would
         drop its gradient); `"follow"` accepts it, as an un-checkpointed backward does.
     label: the block's name in errors; by default the function's class or name.
 
     Raises:
-        ValueError: no module was found although PEFT layers exist, or an argument that torch refuses.
+        ValueError: a PEFT layer runs that was not found, or an argument that torch refuses.
         RecomputationError: in backward, if the state of the forward cannot be brought back.
     """
     if on_flags not in ("error", "follow"):
@@ -61,20 +60,19 @@ def checkpoint(
     if use_reentrant:
         _refuse_reentrant(options)
     if modules is None:
-        roots = tuple(_find_modules(function, args, kwargs))
+        roots = tuple(find_modules(function, args, kwargs))
     else:
         roots = (modules,) if isinstance(modules, nn.Module) else tuple(modules)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if any(scope_of(root).tuners for root in roots):
-        function = _Run(function, roots, label or _name(function), on_flags)
-    elif modules is None and not _is_module_call(function) and any_tuner_alive():
-        raise ValueError(
-            f"checkpoint({_name(function)}): expected to find the PEFT layers that it runs, got none, "
-            "though some exist whose adapters may be switched before backward. Valid: a Module, its method, a partial "
-            "or a closure that holds it, a Module among the arguments. Do: pass modules=[the modules it runs], or "
-            "modules=() if it runs no PEFT layer."
-        )
+    label = label or _name(function)
+    if tuner_types() and (roots or modules is None) and not torch.compiler.is_compiling():
+        scopes = [scope_of(root) for root in roots]
+        is_fixed = modules is not None or isinstance(function, nn.Module)  # anything else may reach other globals
+        if not (is_fixed and is_known(scopes)):
+            function = _Watched(function, scopes, label)
+        if any(scope.tuners for scope in scopes):
+            function = _Run(function, roots, label, on_flags)
     if use_reentrant:
         return _reentrant(function, roots, args, kwargs, preserve_rng_state)
     return torch_checkpoint(
@@ -83,6 +81,24 @@ def checkpoint(
 
 
 _TORCH_OPTIONS = ("context_fn", "determinism_check", "debug", "early_stop", "respect_saved_tensors_hooks")
+
+
+class _Watched:
+    """A function whose first call is watched for tuner layers that were not found."""
+
+    __slots__ = ("function", "label", "scopes")
+
+    def __init__(self, function: Callable[..., Any], scopes: Sequence[Scope], label: str) -> None:
+        self.function = function
+        self.scopes: Sequence[Scope] | None = scopes
+        self.label = label
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.scopes is None:
+            return self.function(*args, **kwargs)
+        scopes, self.scopes = self.scopes, None
+        with watching(scopes, self.label):
+            return self.function(*args, **kwargs)
 
 
 class _Run:
@@ -153,53 +169,6 @@ def _reentrant(
 
     outputs = torch_checkpoint(flat, *anchors, *tensors, use_reentrant=True, preserve_rng_state=preserve_rng_state)
     return pytree.tree_unflatten(list(outputs[len(anchors) :]), result_spec[0])
-
-
-def _is_module_call(function: Any) -> bool:
-    """Whether the function is a Module or its method: then all that it runs lies below that Module."""
-    return isinstance(function, nn.Module) or isinstance(getattr(function, "__self__", None), nn.Module)
-
-
-def _find_modules(function: Any, args: tuple, kwargs: dict) -> list[nn.Module]:
-    """The modules that a call runs, as far as the call shows them.
-
-    The function itself, Modules among the arguments, what a partial holds, closure cells; `__self__` of a bound method
-    only if none of them has a tuner layer, as it is often the whole model.
-    """
-    if isinstance(function, nn.Module) and not kwargs and all(isinstance(arg, Tensor) for arg in args):
-        return [function]
-    is_method = isinstance(function, MethodType)
-    found = {id(m): m for m in _modules_in((args, kwargs) if is_method else (function, args, kwargs))}
-    if is_method and not any(scope_of(module).tuners for module in found.values()):
-        found |= {id(m): m for m in _modules_in(function.__self__)}
-    return list(found.values())
-
-
-def _modules_in(value: Any, depth: int = 0) -> Iterator[nn.Module]:
-    """The Modules that a value holds: itself, in containers, in a partial, in a method's object, in closure cells."""
-    if isinstance(value, nn.Module):
-        yield value
-    elif isinstance(value, Tensor):
-        return
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _modules_in(item, depth)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from _modules_in(item, depth)
-    elif isinstance(value, functools.partial) and depth < 4:
-        yield from _modules_in((value.func, value.args, value.keywords), depth + 1)
-    elif isinstance(value, MethodType) and depth < 4:
-        yield from _modules_in(value.__self__, depth + 1)
-    elif depth < 4 and getattr(value, "__closure__", None):
-        yield from _modules_in([_cell(cell) for cell in value.__closure__], depth + 1)
-
-
-def _cell(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a name that is not bound yet
-        return None
 
 
 def _name(function: Any) -> str:

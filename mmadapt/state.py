@@ -12,7 +12,6 @@ Capturing is O(modules below the given ones) and takes microseconds: what lies b
 it; each use checks that it still holds, because users also call PEFT directly.
 """
 
-import gc
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,6 +57,7 @@ class Scope:
         "parameters",
         "tuner_dicts",
         "tuners",
+        "watched",
     )
 
     def __init__(self, root: nn.Module) -> None:
@@ -70,6 +70,7 @@ class Scope:
         self.tuner_dicts = [vars(m) for m in self.tuners]
         self.parameter_dicts = [m._parameters for m in modules if m._parameters]
         self.parameters = list(chain.from_iterable(map(dict.values, self.parameter_dicts)))
+        self.watched: set[tuple] = set()  # active adapters under which a run was seen to need nothing else
 
     def holds(self, root: nn.Module) -> bool:
         """Whether the same modules and parameters are still below `root`, by identity."""
@@ -98,20 +99,18 @@ def scope_of(root: nn.Module) -> Scope:
     return scope
 
 
+_tuner_types: tuple[type, ...] = ()
+
+
 def tuner_types() -> tuple[type, ...]:
     """PEFT's layer classes; none while nothing has imported PEFT, for then no layer of it can exist."""
-    if "peft" not in sys.modules:
-        return ()
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
+    global _tuner_types
+    if not _tuner_types and "peft" in sys.modules:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
 
-    return BaseTunerLayer, AuxiliaryTrainingWrapper
-
-
-def any_tuner_alive() -> bool:
-    """Whether any PEFT layer exists in this process. Looks through all objects: milliseconds."""
-    types = tuner_types()
-    return bool(types) and any(issubclass(type(o), types) for o in gc.get_objects())
+        _tuner_types = BaseTunerLayer, AuxiliaryTrainingWrapper
+    return _tuner_types
 
 
 def _copied(value: Any) -> Any:

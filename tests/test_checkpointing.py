@@ -147,16 +147,88 @@ def test_tuner_layers_are_found_through(form, reentrant, bank):
         assert equal(step(bank, make_tokens(), CheckpointPlan(), run).gradients, expected.gradients)
 
 
-def test_nothing_found_while_peft_layers_live_is_an_error(bank):
+BLOCKS: list[nn.Module] = []  # reached as a global
+
+
+class Unregistered(nn.Module):
+    """A Module that keeps its block where no search looks, beside one that it keeps as usual or beside nothing."""
+
+    def __init__(self, block: nn.Module, other: nn.Module | None = None) -> None:
+        super().__init__()
+        self.hidden = [block]
+        self.other = other or nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.hidden[0](x))
+
+    run = forward
+
+
+def strays(block: nn.Module, other: nn.Module) -> dict[str, tuple]:
+    """Calls that reach `block` where the search does not see it, though in part it finds `other`."""
+
     class Holder:
-        block = bank.backbone.blocks[0]
+        def __init__(self) -> None:
+            self.block = block
 
     holder = Holder()
+    return {
+        "object in a closure": (lambda x: holder.block(x), ()),
+        "global": (lambda x: BLOCKS[0](x), ()),
+        "global beside a closure": (lambda x: other(BLOCKS[0](x)), ()),
+        "global beside an argument": (lambda x, module: module(BLOCKS[0](x)), (other,)),
+        "list of a module": (Unregistered(block), ()),
+        "list of a module beside a child": (Unregistered(block, other), ()),
+        "method of such a module": (Unregistered(block, other).run, ()),
+    }
+
+
+@pytest.mark.parametrize("form", list(strays(nn.Identity(), nn.Identity())))
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_tuner_layer_that_was_not_found_is_an_error_when_it_runs(form, reentrant, bank):
+    """Without the error its recomputation would run under another route: wrong gradients, the same loss."""
+    block, other = bank.backbone.blocks[:2]
+    BLOCKS[:] = [block]
+    function, args = strays(block, other)[form]
     x = torch.randn(1, 2, DIM, requires_grad=True)
-    with pytest.raises(ValueError, match=r"pass modules="):
-        checkpoint(lambda x: holder.block(x), x)
-    checkpoint(torch.sin, x, modules=()).sum().backward()
-    assert torch.equal(x.grad, x.detach().cos())
+    with bank.active("rgb"):
+        for _ in range(2):  # an error is not forgotten
+            with pytest.raises(ValueError, match=r"pass modules="):
+                checkpoint(function, x, *args, use_reentrant=reentrant)
+        function(x, *args).square().sum().backward()
+        expected, x.grad = x.grad, None
+        loss = checkpoint(function, x, *args, modules=[block, other], use_reentrant=reentrant).square().sum()
+    with bank.active("depth"):
+        loss.backward()
+    assert torch.equal(x.grad, expected)
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_a_module_that_reaches_another_layer_under_one_route_only(bank):
+    class Fork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = bank.backbone.blocks[0]
+
+        def forward(self, x):
+            return (BLOCKS[0] if path[0] == "depth" else self.block)(x)
+
+    BLOCKS[:] = [bank.backbone.blocks[1]]
+    path = ["rgb"]
+    fork, x = Fork(), torch.randn(1, 2, DIM)
+    with bank.active("rgb"):
+        checkpoint(fork, x)
+    path[0] = "depth"
+    with bank.active("depth"), pytest.raises(ValueError, match="pass modules="):
+        checkpoint(fork, x)
+
+
+def test_nothing_found_and_nothing_run_is_no_error(bank):
+    x = torch.randn(1, 2, DIM, requires_grad=True)
+    for modules in (None, ()):
+        x.grad = None
+        checkpoint(torch.sin, x, modules=modules).sum().backward()
+        assert torch.equal(x.grad, x.detach().cos())
 
 
 # ---- reentrant mode where torch's gives no gradient

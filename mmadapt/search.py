@@ -1,0 +1,105 @@
+"""Where the tuner layers are that a call runs: found through the call, and seen to be all when it runs.
+
+A function shows some of what it runs: itself if it is a Module, Modules among its arguments, in closure cells, in
+partials. It can also reach a tuner layer as a global, or as a Module that another keeps in a plain list. So what was
+found is checked by watching a run: a tuner layer that runs without having been found is an error at the forward, not
+a wrong gradient in backward.
+"""
+
+import functools
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from mmadapt.state import Scope, scope_of, tuner_types
+
+
+def find_modules(function: Any, args: tuple, kwargs: dict) -> list[nn.Module]:
+    """The modules that a call runs, as far as the call shows them.
+
+    The function itself, Modules among the arguments, what a partial holds, closure cells; `__self__` of a bound method
+    only if none of them has a tuner layer, as it is often the whole model.
+    """
+    if isinstance(function, nn.Module) and not kwargs and all(isinstance(arg, Tensor) for arg in args):
+        return [function]
+    is_method = isinstance(function, MethodType)
+    found = {id(m): m for m in _modules_in((args, kwargs) if is_method else (function, args, kwargs))}
+    if is_method and not any(scope_of(module).tuners for module in found.values()):
+        found |= {id(m): m for m in _modules_in(function.__self__)}
+    return list(found.values())
+
+
+def _modules_in(value: Any, depth: int = 0) -> Iterator[nn.Module]:
+    """The Modules that a value holds: itself, in containers, in a partial, in a method's object, in closure cells."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, Tensor):
+        return
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _modules_in(item, depth)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from _modules_in(item, depth)
+    elif isinstance(value, functools.partial) and depth < 4:
+        yield from _modules_in((value.func, value.args, value.keywords), depth + 1)
+    elif isinstance(value, MethodType) and depth < 4:
+        yield from _modules_in(value.__self__, depth + 1)
+    elif depth < 4 and getattr(value, "__closure__", None):
+        yield from _modules_in([_cell(cell) for cell in value.__closure__], depth + 1)
+
+
+def _cell(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that is not bound yet
+        return None
+
+
+def is_known(scopes: Sequence[Scope]) -> bool:
+    """Whether a run of these modules has been watched under the adapters that are active now.
+
+    Modules run the same layers in each step under the same adapters, so one watched run tells for all.
+    """
+    return bool(scopes) and _key(scopes) in scopes[0].watched
+
+
+def _key(scopes: Sequence[Scope]) -> tuple:
+    return tuple(tuple(d.get("_active_adapter", ())) for scope in scopes for d in scope.tuner_dicts[:1])
+
+
+@contextmanager
+def watching(scopes: Sequence[Scope], name: str) -> Iterator[None]:
+    """Run the body and refuse a tuner layer that is in none of the scopes.
+
+    Raises:
+        ValueError: such a layer is about to run.
+    """
+    key = _key(scopes)
+    known = {id(tuner) for scope in scopes for tuner in scope.tuners}
+    types, thread = tuner_types(), threading.get_ident()
+
+    def check(module: nn.Module, _: Any) -> None:
+        if isinstance(module, types) and id(module) not in known and threading.get_ident() == thread:
+            found = f"{len(known)} others" if known else "none"
+            raise ValueError(
+                f"checkpoint({name}): expected to find all PEFT layers that it runs, got {found}, but it runs a "
+                f"{type(module).__name__} of {module.__class__.__module__} that is not below any module found, so its "
+                "adapters could not be restored in backward. Valid: a Module, its method, a partial or a closure that "
+                "holds it, a Module among the arguments; not seen: a global, a Module in a plain list. "
+                "Do: pass modules=[the modules it runs]."
+            )
+
+    # A hook for all modules of the process, through torch's own function, for the time of this forward.
+    handle = register_module_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
+    if scopes:
+        scopes[0].watched.add(key)
