@@ -10,18 +10,20 @@ function is wrapped so that its first run notes the adapter state and every late
 The wrapping is the same for both of torch's modes, as both call the function a second time.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointError, noop_context_fn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import noop_context_fn
 
 from mmadapt.search import find_modules, is_known, watching
-from mmadapt.state import AdapterState, OnFlags, Scope, scope_of, tuner_types
+from mmadapt.state import AdapterState, OnFlags, RecomputationError, Scope, scope_of, tuner_types
 
 __all__ = ["CheckpointPlan", "checkpoint", "run_blocks"]
 
@@ -66,13 +68,12 @@ def checkpoint(
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     label = label or _name(function)
-    if tuner_types() and (roots or modules is None) and not torch.compiler.is_compiling():
-        scopes = [scope_of(root) for root in roots]
+    if torch.compiler.is_compiling():
+        pass  # traced code is guarded on what it reads
+    elif (scopes := _scopes_with_state(roots, modules is None)) is not None:
         is_fixed = modules is not None or isinstance(function, nn.Module)  # anything else may reach other globals
-        if not (is_fixed and is_known(scopes)):
-            function = _Watched(function, scopes, label)
-        if any(scope.tuners for scope in scopes):
-            function = _Run(function, roots, label, on_flags)
+        is_watched = not (is_fixed and is_known(scopes))
+        function = _Run(function, roots, scopes, is_watched, label, on_flags, preserve_rng_state)
     if use_reentrant:
         return _reentrant(function, roots, args, kwargs, preserve_rng_state)
     return torch_checkpoint(
@@ -83,42 +84,141 @@ def checkpoint(
 _TORCH_OPTIONS = ("context_fn", "determinism_check", "debug", "early_stop", "respect_saved_tensors_hooks")
 
 
-class _Watched:
-    """A function whose first call is watched for tuner layers that were not found."""
-
-    __slots__ = ("function", "label", "scopes")
-
-    def __init__(self, function: Callable[..., Any], scopes: Sequence[Scope], label: str) -> None:
-        self.function = function
-        self.scopes: Sequence[Scope] | None = scopes
-        self.label = label
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.scopes is None:
-            return self.function(*args, **kwargs)
-        scopes, self.scopes = self.scopes, None
-        with watching(scopes, self.label):
-            return self.function(*args, **kwargs)
+class RecomputationMismatch(RecomputationError, CheckpointError):
+    """torch found that a recomputation differs from its forward; says in which block and under which states."""
 
 
 class _Run:
-    """A function whose first call notes the adapter state and whose later calls, the recomputations, get it back."""
+    """A function whose first call notes what it runs under and whose later calls, the recomputations, get it back."""
 
-    __slots__ = ("function", "label", "on_flags", "roots", "state")
+    __slots__ = (
+        "context",
+        "function",
+        "is_watched",
+        "label",
+        "on_flags",
+        "preserve_rng_state",
+        "roots",
+        "scopes",
+        "state",
+        "versions",
+    )
 
-    def __init__(self, function: Callable[..., Any], roots: tuple, label: str, on_flags: OnFlags) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        roots: tuple[nn.Module, ...],
+        scopes: Sequence[Scope],
+        is_watched: bool,
+        label: str,
+        on_flags: OnFlags,
+        preserve_rng_state: bool,
+    ) -> None:
         self.function = function
         self.roots = roots
+        self.scopes: Sequence[Scope] | None = scopes  # at the forward
+        self.is_watched = is_watched
         self.label = label
         self.on_flags = on_flags
+        self.preserve_rng_state = preserve_rng_state
         self.state: AdapterState | None = None
+        self.context: Context | None = None
+        self.versions: list[int | None] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.state is None:
-            self.state = AdapterState.capture(*self.roots)
-            return self.function(*args, **kwargs)
+            return self._forward(args, kwargs)
+        assert self.context is not None
+        # A copy: one Context cannot be entered twice, and what is written in it must not be seen by a second backward.
+        return self.context.copy().run(self._recompute, args, kwargs)
+
+    def _forward(self, args: tuple, kwargs: dict) -> Any:
+        self.context = copy_context()
+        self.versions = _versions_in(args, kwargs)
+        scopes, self.scopes = self.scopes, None
+        assert scopes is not None
+        state = AdapterState._capture(self.roots, scopes)
+        with _named_mismatch(self):
+            result = self._watched(scopes, args, kwargs) if self.is_watched else self.function(*args, **kwargs)
+        self.state = state
+        state.forward_done()
+        return result
+
+    def _watched(self, scopes: Sequence[Scope], args: tuple, kwargs: dict) -> Any:
+        random = None if self.preserve_rng_state else _random_states()
+        with watching(scopes, self.label):
+            result = self.function(*args, **kwargs)
+            if random is not None and not all(map(torch.equal, random, _random_states())):
+                raise ValueError(
+                    f"checkpoint({self.label}, preserve_rng_state=False): expected a function that draws no random "
+                    "numbers, but it drew some, and its recomputation would draw others: wrong gradients. "
+                    "Do: leave preserve_rng_state=True."
+                )
+        return result
+
+    def _recompute(self, args: tuple, kwargs: dict) -> Any:
+        assert self.state is not None
+        if self.versions != _versions_in(args, kwargs):
+            raise RecomputationError(
+                f"cannot recompute {self.label}: expected its inputs as they were at the forward, but they were edited "
+                f"in place, by it or after it. At forward: {self.state.describe()}. Do: edit a copy (x = x + y, "
+                "x.clone(), inplace=False)."
+            )
         with self.state.applied(label=self.label, on_flags=self.on_flags):
             return self.function(*args, **kwargs)
+
+
+def _scopes_with_state(roots: Sequence[nn.Module], is_searched: bool) -> list[Scope] | None:
+    """The scopes of the modules, if anything below them has a state that torch's own checkpoint does not bring back.
+
+    That are PEFT layers, also such as were not found, and buffers. Without them torch's checkpoint is right by itself.
+    """
+    scopes = [scope_of(root) for root in roots]
+    if (tuner_types() and (roots or is_searched)) or any(scope.buffers for scope in scopes):
+        return scopes
+    return None
+
+
+@contextmanager
+def _named_mismatch(run: _Run) -> Iterator[None]:
+    """Say in torch's CheckpointError, which is raised in backward, which block and states it is about.
+
+    torch recomputes when a saved tensor is unpacked, in a hook that is the innermost one here; the one that stands in
+    for it calls it and adds to what it raises.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:  # reentrant mode saves nothing in a forward
+        yield
+        return
+    pack, unpack = hooks
+
+    def named_unpack(held: Any) -> Tensor:
+        try:
+            return unpack(held)
+        except CheckpointError as error:
+            if run.state is None or isinstance(error, RecomputationMismatch):
+                raise
+            found = AdapterState.capture(*run.roots)
+            raise RecomputationMismatch(
+                f"cannot recompute {run.label}: torch found another computation than at its forward. "
+                f"At forward: {run.state.describe()}; found now: {found.describe()}. {error}"
+            ) from error
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, named_unpack):
+        yield
+
+
+def _versions_in(args: tuple, kwargs: dict) -> list[int | None]:
+    """The version counters of all tensors among the arguments: torch adds 1 at each edit in place."""
+    leaves = args if not kwargs and all(isinstance(arg, Tensor) for arg in args) else pytree.tree_leaves((args, kwargs))
+    return [None if leaf.is_inference() else leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _random_states() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states += torch.cuda.get_rng_state_all()
+    return states
 
 
 def _refuse_reentrant(options: dict[str, Any]) -> None:
@@ -152,7 +252,7 @@ def _reentrant(
     tensors = [leaves[i] for i in where]
     anchors: list[Tensor] = []
     if not any(t.requires_grad for t in tensors):
-        if roots and not any(any(scope_of(root).flags()) for root in roots):
+        if roots and not any(p.requires_grad for root in roots for p in scope_of(root).parameters):
             return function(*args, **kwargs)  # nothing below needs a gradient: there is no graph to save
         anchors = [torch.empty(0, requires_grad=True)]
     leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # do not hold what autograd holds
