@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mmadapt.module import MultiAdapterModule as MultiAdapterModule
     from mmadapt.state import AdapterState as AdapterState
     from mmadapt.state import RecomputationError as RecomputationError
+    from mmadapt.state import register_state as register_state
 
 __version__ = "0.1.0"
 
@@ -32,6 +33,7 @@ _HOMES = {
     "MultimodalDataModule": "data",
     "MultimodalModel": "model",
     "RecomputationError": "state",
+    "register_state": "state",
     "ViViT": "backbone",
     "checkpoint": "checkpointing",
     "run_blocks": "checkpointing",

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 __all__ = ["AdapterState", "RecomputationError", "StateHandle", "register_state"]
@@ -80,6 +81,7 @@ class Scope:
         "parameters",
         "root_children",
         "scalars",
+        "statistics",
         "tuner_dicts",
         "tuners",
         "watched",
@@ -101,6 +103,8 @@ class Scope:
         self.parameters = [p for d in parameters for p in d.values() if p is not None]
         self.scalars = [(d, k, p) for d in parameters for k, p in d.items() if p is not None and _is_scalar(p)]
         self.buffers = [(d, name) for d in self.buffer_dicts for name in d]
+        norms = {id(m._buffers) for m in modules if isinstance(m, _NormBase)}
+        self.statistics = {i for i, (d, _) in enumerate(self.buffers) if id(d) in norms}
         self.module_dicts = [vars(m) for m in modules]
         self.mode_dicts = [vars(m) for m in modules if type(m) not in _MODELESS]
         self.hook_dicts = [vars(m).get(kind) for m in modules for kind in _HOOKS]
@@ -219,6 +223,7 @@ class Buffers:
     A forward that updates a buffer (running statistics, the vectors of a power iteration) must find the same value
     when it is recomputed, and must not update it twice. Which buffers a forward writes shows only afterwards, so under
     each mode (train or eval of every module) the first one keeps a copy of all; later ones of those that it wrote.
+    (Batch norm's update does not count as an edit for torch: its statistics are always copied.)
     """
 
     __slots__ = ("_before", "_copies", "_key", "_scopes", "_surprises", "tensors", "versions")
@@ -231,7 +236,7 @@ class Buffers:
         self._surprises: list[str] = []
         self._copies: list[dict[int, Tensor]] = []
         for scope, tensors in zip(scopes, self.tensors, strict=True):
-            which = scope.written.get(key, range(len(tensors)))
+            which = scope.written.get(key, set(range(len(tensors)))) | scope.statistics
             self._copies.append({i: t.detach().clone() for i in which if (t := tensors[i]) is not None})
 
     def forward_done(self) -> None:
@@ -240,7 +245,9 @@ class Buffers:
             changed = {
                 i
                 for i, (d, name) in enumerate(scope.buffers)
-                if d.get(name) is not self.tensors[n][i] or _version(d.get(name)) != self.versions[n][i]
+                if d.get(name) is not self.tensors[n][i]
+                or _version(d.get(name)) != self.versions[n][i]
+                or i in scope.statistics
             }
             known = scope.written.get(self._key)
             if known is not None:
