@@ -12,7 +12,7 @@ The wrapping is the same for both of torch's modes, as both call the function a 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import Context, copy_context
+from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from mmadapt.search import find_modules, is_known, watching
+from mmadapt.search import find_modules, is_known, note_route, watching
 from mmadapt.state import AdapterState, OnFlags, RecomputationError, Scope, scope_of, tuner_types
 
 __all__ = ["CheckpointPlan", "checkpoint", "run_blocks"]
@@ -65,14 +65,15 @@ def checkpoint(
         roots = tuple(find_modules(function, args, kwargs))
     else:
         roots = (modules,) if isinstance(modules, nn.Module) else tuple(modules)
+    label = label or _name(function)
+    scopes = None if torch.compiler.is_compiling() else _scopes_with_state(roots, modules is None)
+    if scopes is not None:
+        note_route(scopes)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    label = label or _name(function)
-    if torch.compiler.is_compiling():
-        pass  # traced code is guarded on what it reads
-    elif (scopes := _scopes_with_state(roots, modules is None)) is not None:
+    if scopes is not None:
         is_fixed = modules is not None or isinstance(function, nn.Module)  # anything else may reach other globals
-        is_watched = not (is_fixed and is_known(scopes))
+        is_watched = not (is_fixed and is_known(function, scopes))
         function = _Run(function, roots, scopes, is_watched, label, on_flags, preserve_rng_state)
     if use_reentrant:
         return _reentrant(function, roots, args, kwargs, preserve_rng_state)
@@ -137,6 +138,8 @@ class _Run:
         self.versions = _versions_in(args, kwargs)
         scopes, self.scopes = self.scopes, None
         assert scopes is not None
+        if torch._C._current_graph_task_id() != -1 and not _recomputing.get():
+            _refuse_foreign_recomputation(scopes, self.label)
         state = AdapterState._capture(self.roots, scopes)
         with _named_mismatch(self):
             result = self._watched(scopes, args, kwargs) if self.is_watched else self.function(*args, **kwargs)
@@ -146,7 +149,7 @@ class _Run:
 
     def _watched(self, scopes: Sequence[Scope], args: tuple, kwargs: dict) -> Any:
         random = None if self.preserve_rng_state else _random_states()
-        with watching(scopes, self.label):
+        with watching(self.function, scopes, self.label):
             result = self.function(*args, **kwargs)
             if random is not None and not all(map(torch.equal, random, _random_states())):
                 raise ValueError(
@@ -165,7 +168,27 @@ class _Run:
                 "x.clone(), inplace=False)."
             )
         with self.state.applied(label=self.label, on_flags=self.on_flags):
-            return self.function(*args, **kwargs)
+            token = _recomputing.set(True)
+            try:
+                return self.function(*args, **kwargs)
+            finally:
+                _recomputing.reset(token)
+
+
+_recomputing: ContextVar[bool] = ContextVar("mmadapt_recomputing", default=False)
+
+
+def _refuse_foreign_recomputation(scopes: Sequence[Scope], label: str) -> None:
+    """A forward that runs inside backward is a part of torch's own checkpoint, which restores no adapters.
+
+    That is right only while the adapters never change, which a module tells that has been run under one set of them.
+    """
+    if any(len(scope.routes) > 1 for scope in scopes):
+        raise RecomputationError(
+            f"cannot recompute {label}: expected all checkpoints around it to be mmadapt.checkpoint, got one of "
+            "torch's, which recomputes it under the adapters that are active now, though it has run under others before. "
+            "Do: call mmadapt.checkpoint for the outer one too."
+        )
 
 
 def _scopes_with_state(roots: Sequence[nn.Module], is_searched: bool) -> list[Scope] | None:

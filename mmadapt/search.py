@@ -7,16 +7,21 @@ a wrong gradient in backward.
 """
 
 import functools
+import inspect
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType
+from types import FrameType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from mmadapt.state import Scope, scope_of, tuner_types
+
+_TORCHS = inspect.unwrap(torch_checkpoint).__code__
 
 
 def find_modules(function: Any, args: tuple, kwargs: dict) -> list[nn.Module]:
@@ -32,6 +37,17 @@ def find_modules(function: Any, args: tuple, kwargs: dict) -> list[nn.Module]:
     if is_method and not any(scope_of(module).tuners for module in found.values()):
         found |= {id(m): m for m in _modules_in(function.__self__)}
     return list(found.values())
+
+
+def _is_under_torchs(frame: FrameType | None) -> bool:
+    """Whether the innermost checkpoint that a frame runs in is one of torch's own."""
+    while frame is not None:
+        if frame.f_code is _TORCHS:
+            return True
+        if frame.f_code.co_qualname == "_Run._forward" and frame.f_globals["__name__"] == "mmadapt.checkpointing":
+            return False
+        frame = frame.f_back
+    return False
 
 
 def _modules_in(value: Any, depth: int = 0) -> Iterator[nn.Module]:
@@ -61,31 +77,49 @@ def _cell(cell: Any) -> Any:
         return None
 
 
-def is_known(scopes: Sequence[Scope]) -> bool:
-    """Whether a run of these modules has been watched under the adapters that are active now.
+def is_known(function: Any, scopes: Sequence[Scope]) -> bool:
+    """Whether a run of this function, as far as its code goes, has been watched under the adapters active now.
 
     Modules run the same layers in each step under the same adapters, so one watched run tells for all.
     """
-    return bool(scopes) and _key(scopes) in scopes[0].watched
+    return bool(scopes) and _key(function, scopes) in scopes[0].watched
 
 
-def _key(scopes: Sequence[Scope]) -> tuple:
-    return tuple(tuple(d.get("_active_adapter", ())) for scope in scopes for d in scope.tuner_dicts[:1])
+def note_route(scopes: Sequence[Scope]) -> None:
+    """Keep with each module under which adapters it has been run."""
+    for scope in scopes:
+        scope.routes.add(_route(scope))
+
+
+def _route(scope: Scope) -> tuple:
+    return tuple(tuple(d.get("_active_adapter", ())) for d in scope.tuner_dicts[:1])
+
+
+def _key(function: Any, scopes: Sequence[Scope]) -> tuple:
+    return getattr(function, "__code__", type(function)), *map(_route, scopes)
 
 
 @contextmanager
-def watching(scopes: Sequence[Scope], name: str) -> Iterator[None]:
-    """Run the body and refuse a tuner layer that is in none of the scopes.
+def watching(function: Any, scopes: Sequence[Scope], name: str) -> Iterator[None]:
+    """Run the body and refuse a tuner layer that is in none of the scopes, or under a checkpoint of torch's in it.
 
     Raises:
         ValueError: such a layer is about to run.
     """
-    key = _key(scopes)
+    key = _key(function, scopes)
     known = {id(tuner) for scope in scopes for tuner in scope.tuners}
     types, thread = tuner_types(), threading.get_ident()
 
     def check(module: nn.Module, _: Any) -> None:
-        if isinstance(module, types) and id(module) not in known and threading.get_ident() == thread:
+        if not isinstance(module, types) or threading.get_ident() != thread:
+            return
+        if _is_under_torchs(sys._getframe(1)):
+            raise ValueError(
+                f"checkpoint({name}): expected that PEFT layers in it run under mmadapt.checkpoint, got a "
+                "torch.utils.checkpoint inside, whose own recomputation would see other adapters. "
+                "Do: call mmadapt.checkpoint there too, or drop the inner one."
+            )
+        if id(module) not in known:
             found = f"{len(known)} others" if known else "none"
             raise ValueError(
                 f"checkpoint({name}): expected to find all PEFT layers that it runs, got {found}, but it runs a "

@@ -80,6 +80,7 @@ class Scope:
         "module_dicts",
         "parameters",
         "root_children",
+        "routes",
         "scalars",
         "statistics",
         "tuner_dicts",
@@ -111,6 +112,7 @@ class Scope:
         self.tuners = [m for m in modules if isinstance(m, types)] if types else []
         self.tuner_dicts = [vars(m) for m in self.tuners]
         self.watched: set[tuple] = set()  # see `mmadapt.search`
+        self.routes: set[tuple] = set()
         self.written: dict[tuple, set[int]] = {}  # see `Buffers`
 
     def holds(self, root: nn.Module) -> bool:
