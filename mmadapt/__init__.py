@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from mmadapt.adapters import AdapterBank as AdapterBank
     from mmadapt.backbone import Backbone as Backbone
     from mmadapt.backbone import ViViT as ViViT
+    from mmadapt.blocks import checkpoint_blocks as checkpoint_blocks
+    from mmadapt.blocks import remove_checkpointing as remove_checkpointing
     from mmadapt.checkpointing import CheckpointPlan as CheckpointPlan
     from mmadapt.checkpointing import checkpoint as checkpoint
     from mmadapt.checkpointing import run_blocks as run_blocks
@@ -34,8 +36,10 @@ _HOMES = {
     "MultimodalModel": "model",
     "RecomputationError": "state",
     "register_state": "state",
+    "remove_checkpointing": "blocks",
     "ViViT": "backbone",
     "checkpoint": "checkpointing",
+    "checkpoint_blocks": "blocks",
     "run_blocks": "checkpointing",
 }
 

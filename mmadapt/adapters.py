@@ -22,6 +22,7 @@ from peft.utils.save_and_load import load_peft_weights
 from torch import Tensor, nn
 
 from mmadapt.files import written_folder
+from mmadapt.rows import RoutedForward, RowRoutes, refuse_rows
 
 __all__ = ["AdapterBank"]
 
@@ -195,17 +196,25 @@ class AdapterBank:
         ]
 
     @contextmanager
-    def active(self, modality: str) -> Iterator[None]:
+    def active(self, modality: str | None = None, *, rows: Sequence[str] | None = None) -> Iterator[None]:
         """Run the body with a modality's route active. Nests; the route before is back afterwards, also on errors.
 
-        Writes the active adapters of the tuner layers and no `requires_grad`.
+        Writes the active adapters of the tuner layers and no `requires_grad`. With `rows`, the modality of each row of
+        the batch, each row runs under the route of its own modality, in training too (see `mmadapt.rows`); the inputs
+        of all adapted layers must then have the rows in front.
 
         Raises:
-            ValueError: an unknown modality.
+            ValueError: an unknown modality; both or none of the arguments; layers whose rows cannot run apart.
         """
-        route = self.route(modality)
+        if (modality is None) == (rows is None):
+            raise ValueError(f"active: expected a modality or rows=[...], got modality={modality!r} and rows={rows!r}")
         layers = self._layers()
-        before = layers.activate(route)
+        if rows is not None:
+            with layers.rows_routed(RowRoutes(rows, self._routes)):
+                yield
+            return
+        assert modality is not None
+        before = layers.activate(self.route(modality))
         try:
             yield
         finally:
@@ -384,6 +393,17 @@ class _TunerLayers:
         for d in self._dicts:
             d["_active_adapter"] = active
         return before
+
+    @contextmanager
+    def rows_routed(self, routes: RowRoutes) -> Iterator[None]:
+        refuse_rows(self.layers)
+        for layer, d in zip(self.layers, self._dicts, strict=True):
+            d["forward"] = RoutedForward(layer, routes)
+        try:
+            yield
+        finally:
+            for d in self._dicts:
+                del d["forward"]
 
     def restore(self, before: list) -> None:
         for d, active in zip(self._dicts, before, strict=True):

@@ -186,7 +186,7 @@ def _refuse_foreign_recomputation(scopes: Sequence[Scope], label: str) -> None:
     if any(len(scope.routes) > 1 for scope in scopes):
         raise RecomputationError(
             f"cannot recompute {label}: expected all checkpoints around it to be mmadapt.checkpoint, got one of "
-            "torch's, which recomputes it under the adapters that are active now, though it has run under others before. "
+            "torch's, which recomputes it under the adapters that are active now; it has run under others too. "
             "Do: call mmadapt.checkpoint for the outer one too."
         )
 

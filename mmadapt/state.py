@@ -36,6 +36,7 @@ _ATTRIBUTES = (
     "scaling",
     "cast_input_dtype_enabled",
     "merged_adapters",
+    "forward",  # a route per row stands in for it (`mmadapt.rows`)
 )
 _MERGED = _ATTRIBUTES.index("merged_adapters")
 _ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()  # the class's default holds
@@ -84,6 +85,7 @@ class Scope:
         "scalars",
         "statistics",
         "tuner_dicts",
+        "tuner_gets",
         "tuners",
         "watched",
         "written",
@@ -111,6 +113,7 @@ class Scope:
         self.hook_dicts = [vars(m).get(kind) for m in modules for kind in _HOOKS]
         self.tuners = [m for m in modules if isinstance(m, types)] if types else []
         self.tuner_dicts = [vars(m) for m in self.tuners]
+        self.tuner_gets = [d.get for d in self.tuner_dicts]
         self.watched: set[tuple] = set()  # see `mmadapt.search`
         self.routes: set[tuple] = set()
         self.written: dict[tuple, set[int]] = {}  # see `Buffers`
@@ -131,10 +134,22 @@ class Scope:
         return all(d[name] is p for d, name, p in self.scalars)
 
     def read(self) -> tuple:
-        """All that is compared between forward and recomputation, as plain lists: the fields of `_FIELDS`."""
+        """All that is compared between forward and recomputation, as plain lists; `_VALUES` and so on name them."""
         parameters = self.parameters
+        absent = _ABSENT
         return (
-            [[_copied(d.get(name, _ABSENT)) for name in _ATTRIBUTES] for d in self.tuner_dicts],
+            # Those of `_ATTRIBUTES`, by hand: this is half of what capturing costs.
+            [
+                (
+                    active.copy() if type(active := get("_active_adapter", absent)) is list else active,
+                    get("_disable_adapters", absent),
+                    scaling.copy() if type(scaling := get("scaling", absent)) is dict else scaling,
+                    get("cast_input_dtype_enabled", absent),
+                    merged.copy() if type(merged := get("merged_adapters", absent)) is list else merged,
+                    get("forward", absent),
+                )
+                for get in self.tuner_gets
+            ],
             list(map(_read_training, self.mode_dicts)),
             list(map(_read_flag, parameters)),
             _versions(parameters),
@@ -494,7 +509,7 @@ class AdapterState:
                     flipped.append((parameter, live_flag))
                     parameter.requires_grad_(flag)
 
-    def _tuner_values(self) -> list[list]:
+    def _tuner_values(self) -> list[tuple]:
         return [values for read in self._reads for values in read[_VALUES]]
 
     def _check_replaced(self, live_scopes: Sequence[Scope], label: str) -> None:
