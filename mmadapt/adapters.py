@@ -136,7 +136,13 @@ class AdapterBank:
         config, weights = _read(Path(path).expanduser())
         self._check_config(name, config)
         config.inference_mode = not trainable
-        self._inject(name, config)
+        try:
+            self._inject(name, config)
+        except ValueError as error:  # PEFT's message knows neither the folder nor what the backbone has
+            raise ValueError(
+                f"adapter folder {path}: expected an adapter for layers of this backbone, "
+                f"{_linear_names(self.backbone)}, got target_modules={getattr(config, 'target_modules', None)!r}: {error}"
+            ) from error
         try:
             self._check_targets(name)
             self._check_savable()
@@ -408,6 +414,13 @@ class _TunerLayers:
     def restore(self, before: list) -> None:
         for d, active in zip(self._dicts, before, strict=True):
             d["_active_adapter"] = active
+
+
+def _linear_names(root: nn.Module) -> list[str]:
+    """The last parts of the names of a model's linear layers, adapted ones included: what targets are made of."""
+    inside = [path for path, module in root.named_modules() if isinstance(module, BaseTunerLayer)]
+    linear = {path for path, module in root.named_modules() if isinstance(module, nn.Linear)} | set(inside)
+    return sorted({path.rsplit(".", 1)[-1] for path in linear if not path.startswith(tuple(p + "." for p in inside))})
 
 
 def _adapter_parameters(root: nn.Module, name: str) -> list[tuple[str, nn.Parameter]]:

@@ -147,7 +147,7 @@ class StepTimer(Callback):
 
 
 class ProgressBar(LightningProgressBar):
-    """One line per fit: steps done, loss, validation accuracy, time. Without a terminal, the finished line alone."""
+    """One line per fit: steps done, loss, validation accuracy, time. Without a terminal, a line at start and end."""
 
     def __init__(self, title: str = "fit") -> None:
         super().__init__()
@@ -179,6 +179,9 @@ class ProgressBar(LightningProgressBar):
             steps = trainer.estimated_stepping_batches
             total = None if steps == float("inf") else int(steps)
             self._task = self._progress.add_task(self.title, total=total, completed=trainer.global_step, metrics="")
+            if not self._progress.console.is_terminal:  # where the bar shows only when it is finished
+                of = "" if total is None else f" of {total}"
+                self._progress.console.print(f"{self.title}: from step {trainer.global_step}{of}, {time.ctime()}")
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any) -> None:
         self._update(trainer)

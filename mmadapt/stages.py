@@ -301,7 +301,7 @@ class Stages:
                 if kind == "frozen" and is_trial and self._needs_single(m):
                     build.add_adapter(bank, c, m, m)
                 elif kind == "frozen":
-                    bank.load(m, self._frozen_adapter(m), modality=m, trainable=False)
+                    self._load_frozen(bank, m)
                 else:
                     build.add_adapter(bank, c, f"{m}_ft", m)
         tokenizers = build.build_tokenizers(c, datamodule, backbone.dim)
@@ -321,6 +321,14 @@ class Stages:
             build.load_exact(backbone, backbone_file(weights), "backbone.weights")
         elif name != "pretrain" and self._pretrains and not is_trial:
             build.load_exact(backbone, self._done["pretrain"].folder / "backbone.safetensors", "backbone")
+
+    def _load_frozen(self, bank: AdapterBank, modality: str) -> None:
+        folder = self._frozen_adapter(modality)
+        try:
+            bank.load(modality, folder, modality=modality, trainable=False)
+        except ValueError as e:
+            key = "adapters.pretrained." if modality in self.cfg["adapters"]["pretrained"] else "stage 1, "
+            raise ConfigError(f"{key}{modality}: {e}") from e
 
     def _frozen_adapter(self, modality: str) -> Path:
         given = self.cfg["adapters"]["pretrained"].get(modality)

@@ -7,6 +7,7 @@ results = train(compose(["+experiment=vivit_multi", "data.fold=1"]))
 
 import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,7 @@ def _hydra(prepared: list[str], given: list[str], runs: list[dict[str, Any]]) ->
         except EXPECTED as e:
             if want_traceback():
                 raise
+            _remove_husk(Path(cfg.paths.run))
             sys.exit(fail(e))
         except Interrupted as e:
             print(
@@ -129,6 +131,12 @@ def _hydra(prepared: list[str], given: list[str], runs: list[dict[str, Any]]) ->
 
         print_sweep(runs)
     return 0
+
+
+def _remove_husk(folder: Path) -> None:
+    """Remove the folder of a refused run, where nothing but Hydra's own record of it lies."""
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".hydra", "train.log"}:
+        shutil.rmtree(folder)
 
 
 def _command(given: list[str], resume: str) -> str:

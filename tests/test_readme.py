@@ -42,7 +42,7 @@ def test_program(tmp_path, monkeypatch):
     torch.manual_seed(0)
     scope: dict = {}
     exec(next(block for language, block in BLOCKS if language == "python"), scope)
-    assert (tmp_path / "adapters/rgb_ft/adapter_model.safetensors").is_file()
+    assert (tmp_path / "outputs/rgb_ft/adapter_model.safetensors").is_file()
     bank = scope["bank"]
     for name in bank.names:
         assert all((p.grad is not None) == (name in bank.trainable) for _, p in bank.parameters(name))

@@ -213,6 +213,17 @@ def test_a_foreign_adapter_is_refused_before_training(
     assert "missing" in said
     assert "Traceback" not in said
     assert sorted(done.glob("stages/*")) == before
+    config = json.loads((adapter / "adapter_config.json").read_text()) | {"target_modules": ["q_proj"]}
+    other = done / "other"
+    other.mkdir()
+    (other / "adapter_config.json").write_text(json.dumps(config))
+    shutil.copy(adapter / "adapter_model.safetensors", other)
+    runs = sorted(done.glob("runs/*/*"))
+    assert main(tiny(RUN, f"adapters.pretrained.gyroscope={other}")) == 1
+    said = capsys.readouterr().err
+    for part in ("adapters.pretrained.gyroscope", str(other), "['fc1', 'fc2', 'proj', 'qkv']", "q_proj"):
+        assert part in said
+    assert sorted(done.glob("runs/*/*")) == runs  # no folder of a refused run
 
 
 def test_foreign_weights_are_refused(done: Path, tiny: Tiny) -> None:
