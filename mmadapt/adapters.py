@@ -141,7 +141,7 @@ class AdapterBank:
         except ValueError as error:  # PEFT's message knows neither the folder nor what the backbone has
             raise ValueError(
                 f"adapter folder {path}: expected an adapter for layers of this backbone, "
-                f"{_linear_names(self.backbone)}, got target_modules={getattr(config, 'target_modules', None)!r}: {error}"
+                f"{_linear_names(self.backbone)}, got {getattr(config, 'target_modules', None)!r}: {error}"
             ) from error
         try:
             self._check_targets(name)
