@@ -6,7 +6,7 @@ of epochs. Checkpointing is off here: it changes no gradient, and time is all th
 
     python tests/scripts/accuracy.py                       # 5 folds, 3 seeds, all arms; about an hour on 2 cores
     python tests/scripts/accuracy.py --folds 0 --seeds 0   # one of them
-    python tests/scripts/accuracy.py --show                # the table of what lies in tests/results/accuracy.json
+    python tests/scripts/accuracy.py --show --seeds 0      # the table of what lies in tests/results/accuracy.json
 
 Results are added to the JSON file as they come; what is there is not run again. Exits 1 below the target.
 """
@@ -140,7 +140,7 @@ def main() -> int:
                       f"{sum(r['seconds'] for r in results):.0f} s", flush=True)  # fmt: skip
     from rich.console import Console
 
-    shown, means = table(content["runs"])
+    shown, means = table([r for r in content["runs"] if r["seed"] in args.seeds and r["fold"] in args.folds])
     Console(width=120).print(shown)
     reached = means.get(FULL, 0.0)
     rest = [v for name, v in means.items() if "stage 1" in name or "logistic" in name or "forest" in name]
