@@ -51,6 +51,7 @@ class AdapterBank:
         self._trainable: dict[str, bool] = {}
         self._routes: dict[str, tuple[str, ...]] = dict.fromkeys(modalities, ())
         self._cache: _TunerLayers | None = None
+        self._routes_rows = False  # within active(rows=...)
 
     @property
     def model(self) -> PeftModel:
@@ -217,14 +218,22 @@ class AdapterBank:
         layers = self._layers()
         if rows is not None:
             with layers.rows_routed(RowRoutes(rows, self._routes)):
-                yield
+                self._routes_rows = True
+                try:
+                    yield
+                finally:
+                    self._routes_rows = False
             return
         assert modality is not None
-        before = layers.activate(self.route(modality))
+        route = self.route(modality)
+        suspended = layers.suspend_rows() if self._routes_rows else []
+        before = layers.activate(route)
         try:
             yield
         finally:
             layers.restore(before)
+            for d, forward in suspended:
+                d["forward"] = forward
 
     def check_flags(self) -> None:
         """Check that `requires_grad` of every adapter is as declared: O(parameters of the adapters).
@@ -399,6 +408,10 @@ class _TunerLayers:
         for d in self._dicts:
             d["_active_adapter"] = active
         return before
+
+    def suspend_rows(self) -> list[tuple[dict, RoutedForward]]:
+        """Take off what `rows_routed` put there, and return it."""
+        return [(d, d.pop("forward")) for d in self._dicts if isinstance(d.get("forward"), RoutedForward)]
 
     @contextmanager
     def rows_routed(self, routes: RowRoutes) -> Iterator[None]:

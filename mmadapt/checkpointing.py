@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass
+from types import CellType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from mmadapt.search import find_modules, is_known, note_route, watching
+from mmadapt.search import cells_of, find_modules, is_known, note_route, watching
 from mmadapt.state import AdapterState, OnFlags, RecomputationError, Scope, scope_of, tuner_types
 
 __all__ = ["CheckpointPlan", "checkpoint", "run_blocks"]
@@ -73,7 +74,7 @@ def checkpoint(
         return function(*args, **kwargs)
     if scopes is not None:
         is_fixed = modules is not None or isinstance(function, nn.Module)  # anything else may reach other globals
-        is_watched = not (is_fixed and is_known(function, scopes))
+        is_watched = not (is_fixed and is_known(function, scopes)) and not any(s.is_compiled for s in scopes)
         function = _Run(function, roots, scopes, is_watched, label, on_flags, preserve_rng_state)
     if use_reentrant:
         return _reentrant(function, roots, args, kwargs, preserve_rng_state)
@@ -93,6 +94,7 @@ class _Run:
     """A function whose first call notes what it runs under and whose later calls, the recomputations, get it back."""
 
     __slots__ = (
+        "cells",
         "context",
         "function",
         "is_watched",
@@ -125,6 +127,7 @@ class _Run:
         self.state: AdapterState | None = None
         self.context: Context | None = None
         self.versions: list[int | None] = []
+        self.cells: list[tuple[CellType, Any]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.state is None:
@@ -135,16 +138,17 @@ class _Run:
 
     def _forward(self, args: tuple, kwargs: dict) -> Any:
         self.context = copy_context()
+        self.cells = cells_of(self.function)
         self.versions = _versions_in(args, kwargs)
         scopes, self.scopes = self.scopes, None
         assert scopes is not None
         if torch._C._current_graph_task_id() != -1 and not _recomputing.get():
             _refuse_foreign_recomputation(scopes, self.label)
-        state = AdapterState._capture(self.roots, scopes)
+        # Set before the run: a gradient taken in the function recomputes parts of it there and then.
+        self.state = AdapterState._capture(self.roots, scopes)
         with _named_mismatch(self):
             result = self._watched(scopes, args, kwargs) if self.is_watched else self.function(*args, **kwargs)
-        self.state = state
-        state.forward_done()
+        self.state.forward_done()
         return result
 
     def _watched(self, scopes: Sequence[Scope], args: tuple, kwargs: dict) -> Any:
@@ -168,11 +172,17 @@ class _Run:
                 "x.clone(), inplace=False)."
             )
         with self.state.applied(label=self.label, on_flags=self.on_flags):
+            # A loop variable in a closure has moved on since: `for block in blocks: checkpoint(lambda x: block(x), x)`.
+            moved = [(cell, cell.cell_contents) for cell, then in self.cells if cell.cell_contents is not then]
+            for cell, then in self.cells if moved else ():
+                cell.cell_contents = then
             token = _recomputing.set(True)
             try:
                 return self.function(*args, **kwargs)
             finally:
                 _recomputing.reset(token)
+                for cell, now in moved:
+                    cell.cell_contents = now
 
 
 _recomputing: ContextVar[bool] = ContextVar("mmadapt_recomputing", default=False)

@@ -12,10 +12,11 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType, MethodType
+from types import CellType, FrameType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -31,7 +32,7 @@ def find_modules(function: Any, args: tuple, kwargs: dict) -> list[nn.Module]:
     only if none of them has a tuner layer, as it is often the whole model.
     """
     if isinstance(function, nn.Module) and not kwargs and all(isinstance(arg, Tensor) for arg in args):
-        return [function]
+        return [] if isinstance(function, ScriptModule) else [function]
     is_method = isinstance(function, MethodType)
     found = {id(m): m for m in _modules_in((args, kwargs) if is_method else (function, args, kwargs))}
     if is_method and not any(scope_of(module).tuners for module in found.values()):
@@ -53,7 +54,8 @@ def _is_under_torchs(frame: FrameType | None) -> bool:
 def _modules_in(value: Any, depth: int = 0) -> Iterator[nn.Module]:
     """The Modules that a value holds: itself, in containers, in a partial, in a method's object, in closure cells."""
     if isinstance(value, nn.Module):
-        yield value
+        if not isinstance(value, ScriptModule):  # cannot hold PEFT layers, nor anything of ours
+            yield value
     elif isinstance(value, Tensor):
         return
     elif isinstance(value, dict):
@@ -70,6 +72,19 @@ def _modules_in(value: Any, depth: int = 0) -> Iterator[nn.Module]:
         yield from _modules_in([_cell(cell) for cell in value.__closure__], depth + 1)
 
 
+def cells_of(function: Any, depth: int = 0) -> list[tuple[CellType, Any]]:
+    """The closure cells that a function and the functions in them read, with what they hold now."""
+    if isinstance(function, nn.Module) or depth > 4:
+        return []
+    if isinstance(function, functools.partial):
+        return cells_of(function.func, depth + 1)
+    found = []
+    for cell in getattr(function, "__closure__", None) or ():
+        content = _cell(cell)
+        found += [(cell, content), *(cells_of(content, depth + 1) if callable(content) else [])]
+    return found
+
+
 def _cell(cell: Any) -> Any:
     try:
         return cell.cell_contents
@@ -78,9 +93,9 @@ def _cell(cell: Any) -> Any:
 
 
 def is_known(function: Any, scopes: Sequence[Scope]) -> bool:
-    """Whether a run of this function, as far as its code goes, has been watched under the adapters active now.
+    """Whether a run of this function, as far as its code goes, has been watched under the adapters and mode of now.
 
-    Modules run the same layers in each step under the same adapters, so one watched run tells for all.
+    Modules run the same layers in each step under the same adapters and mode, so one watched run tells for all.
     """
     return bool(scopes) and _key(function, scopes) in scopes[0].watched
 
@@ -96,7 +111,8 @@ def _route(scope: Scope) -> tuple:
 
 
 def _key(function: Any, scopes: Sequence[Scope]) -> tuple:
-    return getattr(function, "__code__", type(function)), *map(_route, scopes)
+    modes = [d.get("training") for scope in scopes for d in scope.module_dicts[:1]]
+    return getattr(function, "__code__", type(function)), *modes, *map(_route, scopes)
 
 
 @contextmanager

@@ -17,13 +17,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, is_, methodcaller
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 __all__ = ["AdapterState", "RecomputationError", "StateHandle", "register_state"]
 
@@ -52,12 +53,6 @@ _HOOK_DETAILS = (
 )
 
 
-# Modules whose forward is the same in train and eval mode; most of what PEFT adds is of them.
-_MODELESS = frozenset(
-    (nn.Linear, nn.LayerNorm, nn.Identity, nn.GELU, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterDict)
-)
-
-
 class RecomputationError(RuntimeError):
     """A recomputation cannot see what its forward saw, so its gradients would be silently wrong."""
 
@@ -77,7 +72,7 @@ class Scope:
         "dicts_then",
         "empty",
         "hook_dicts",
-        "mode_dicts",
+        "is_compiled",
         "module_dicts",
         "parameters",
         "root_children",
@@ -92,7 +87,7 @@ class Scope:
     )
 
     def __init__(self, root: nn.Module) -> None:
-        modules = list(root.modules())
+        modules = [m for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
         types = tuner_types()
         children: list[dict] = [m._modules for m in modules]
         parameters: list[dict] = [m._parameters for m in modules]
@@ -109,11 +104,12 @@ class Scope:
         norms = {id(m._buffers) for m in modules if isinstance(m, _NormBase)}
         self.statistics = {i for i, (d, _) in enumerate(self.buffers) if id(d) in norms}
         self.module_dicts = [vars(m) for m in modules]
-        self.mode_dicts = [vars(m) for m in modules if type(m) not in _MODELESS]
         self.hook_dicts = [vars(m).get(kind) for m in modules for kind in _HOOKS]
         self.tuners = [m for m in modules if isinstance(m, types)] if types else []
         self.tuner_dicts = [vars(m) for m in self.tuners]
         self.tuner_gets = [d.get for d in self.tuner_dicts]
+        # A compiled module traces the hooks of the process into its graph, so its runs are not watched.
+        self.is_compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules)
         self.watched: set[tuple] = set()  # see `mmadapt.search`
         self.routes: set[tuple] = set()
         self.written: dict[tuple, set[int]] = {}  # see `Buffers`
@@ -150,7 +146,7 @@ class Scope:
                 )
                 for get in self.tuner_gets
             ],
-            list(map(_read_training, self.mode_dicts)),
+            list(map(_read_training, self.module_dicts)),
             list(map(_read_flag, parameters)),
             _versions(parameters),
             _pointers(parameters),
@@ -167,7 +163,7 @@ class Scope:
 
 
 _VALUES, _TRAINING, _FLAGS, _VERSIONS, _POINTERS, _HOOKED = range(6)  # the fields of `Scope.read`
-_read_training = itemgetter("training")
+_read_training = methodcaller("get", "training")  # compiled modules have none of their own
 _read_flag = attrgetter("requires_grad")
 
 
@@ -265,6 +261,7 @@ class Buffers:
                 if d.get(name) is not self.tensors[n][i]
                 or _version(d.get(name)) != self.versions[n][i]
                 or i in scope.statistics
+                or (i in self._copies[n] and not torch.equal(self._copies[n][i], d[name]))  # `.data`, fused kernels
             }
             known = scope.written.get(self._key)
             if known is not None:
@@ -328,6 +325,25 @@ _registered: list[Callable[[], Restore]] = []
 _lock = threading.RLock()  # one recomputation at a time: two would write the state of the same layers
 
 
+_counts_fused_steps = False
+
+
+def _count_fused_steps() -> None:
+    """From the first forward on, have a fused optimizer's step count as an edit in place, as other optimizers' do."""
+    global _counts_fused_steps
+    if not _counts_fused_steps:
+        _counts_fused_steps = True
+        register_optimizer_step_post_hook(_note_fused_step)
+
+
+def _note_fused_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    torch.autograd.graph.increment_version(parameter)
+
+
 class StateHandle:
     """What `register_state` returns; `remove()` ends the registration."""
 
@@ -387,6 +403,7 @@ class AdapterState:
 
     @classmethod
     def _capture(cls, modules: Sequence[nn.Module], scopes: Sequence[Scope]) -> "AdapterState":
+        _count_fused_steps()
         state = cls(modules, scopes)
         if any(scope.buffers for scope in scopes):
             state._buffers = Buffers(scopes, tuple(tuple(read[_TRAINING]) for read in state._reads))
@@ -465,6 +482,10 @@ class AdapterState:
                     _write(d, name, value)
                 for parameter, flag in flipped:
                     parameter.requires_grad_(flag)
+                # What the function itself writes; stopped early, it does not come to undo it.
+                after = AdapterState(self._roots, self._scopes)
+                if after._reads != live._reads:
+                    live._write_over(after, [], [])
                 if self._globals and globals_now != self._globals:
                     _write_globals(globals_now)
 
@@ -493,7 +514,7 @@ class AdapterState:
                     if value != live_value:
                         undo.append((d, name, d.get(name, _ABSENT)))
                         _write(d, name, _copied(value))
-            for d, mode, live_mode in zip(scope.mode_dicts, then[_TRAINING], now[_TRAINING], strict=True):
+            for d, mode, live_mode in zip(scope.module_dicts, then[_TRAINING], now[_TRAINING], strict=True):
                 if mode is not live_mode:
                     undo.append((d, "training", live_mode))
                     d["training"] = mode

@@ -496,3 +496,123 @@ def test_the_layers_of_a_standalone_state(bank):
             assert torch.equal(block(*inputs(1)), expected)
         assert AdapterState.capture(block).route == ("depth", "depth_ft")
     assert state.route == ("rgb", "rgb_ft")
+
+
+# ---- what a second run of a function would do otherwise
+
+
+@MODES
+def test_loop_variables_in_closures_are_those_of_the_forward(reentrant):
+    def run(call: Call) -> list:
+        bank = make_bank()
+        blocks, x = bank.backbone.blocks, inputs(1)[0]
+        with bank.active("rgb"):
+            for i, block in enumerate(blocks):
+                scale = float(i + 1)
+                x = call(lambda t: (block(t) + blocks[i](t)).sin() * scale, x)  # noqa: B023
+            x.square().sum().backward()
+        assert block is blocks[-1]
+        return gradients(blocks)
+
+    results = {name: run(call) for name, call in calls(reentrant).items() if name != "torch"}
+    assert (close if reentrant else same)(results["ours"], results["plain"])
+
+
+@MODES
+def test_what_the_function_writes_does_not_stay(bank, reentrant):
+    blocks = bank.backbone.blocks
+
+    def switch(x: Tensor) -> Tensor:
+        bank.model.base_model.set_adapter(["rgb"])
+        blocks.eval()
+        handle = blocks[0].register_forward_hook(lambda *_: None)
+        y = blocks[1](blocks[0](x)).sin()
+        handle.remove()
+        return y
+
+    with bank.active("rgb"):
+        loss = checkpoint(switch, *inputs(1), modules=[blocks], use_reentrant=reentrant, on_flags="follow").sum()
+    blocks.train()
+    for name in bank.trainable:
+        for _, parameter in bank.parameters(name):
+            parameter.requires_grad_(True)
+    with bank.active("depth"):
+        before = snapshot(bank.backbone)
+        loss.backward()
+        bank.backbone.zero_grad(set_to_none=True)
+        assert_same(snapshot(bank.backbone), before)
+
+
+def test_a_gradient_taken_in_the_function():
+    """Forces from energies: part of the function is recomputed while it still runs."""
+
+    def run(call: Call) -> list:
+        bank = make_bank()
+        block = Block(bank.backbone.blocks[0], Norm())
+
+        def energy(x: Tensor) -> Tensor:
+            (force,) = torch.autograd.grad(block(x).square().sum(), x, create_graph=True)
+            return force.square().sum()
+
+        with bank.active("rgb"), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            loss = call(energy, *inputs(1))
+        with bank.active("depth"), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            loss.backward()
+        return [*gradients(block), *block.buffers()]
+
+    options = calls(False)
+    assert same(run(options["ours"]), run(options["plain"]))
+
+
+@MODES
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_fused_step_in_between_is_named(bank, optimizer, reentrant):
+    block = bank.backbone.blocks[0]
+    fused = optimizer([p for _, p in bank.parameters("rgb_ft")], lr=0.1, fused=True)
+    with bank.active("rgb"):
+        loss = checkpoint(block, *inputs(1), use_reentrant=reentrant).sum()
+        block(*inputs(1)).sum().backward()
+    fused.step()
+    with pytest.raises(RecomputationError, match="edited in place"):
+        loss.backward()
+
+
+@MODES
+def test_buffers_written_behind_torchs_back(reentrant):
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.data.add_(1)
+            return (x * self.count.clone()).sin()
+
+    def run(call: Call) -> tuple[list, Tensor]:
+        bank = make_bank()
+        block = Block(bank.backbone.blocks[0], Hidden())
+        with bank.active("rgb"):
+            call(block, *inputs(1)).sum().backward()
+        return gradients(block), block.inner.count
+
+    plain, ours = (run(calls(reentrant)[name]) for name in ("plain", "ours"))
+    assert same(ours[0], plain[0])
+    assert torch.equal(ours[1], plain[1])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning", "ignore:`torch.jit:DeprecationWarning")
+@MODES
+def test_compiled_and_scripted_blocks(bank, reentrant):
+    x = inputs(1)[0]
+    block = bank.backbone.blocks[0]
+    compiled = torch.compile(block, backend="eager")
+    with bank.active("rgb"):
+        block(x).square().sum().backward()
+        expected = gradients(block, x)
+        loss = checkpoint(compiled, x, use_reentrant=reentrant).square().sum()
+    with bank.active("depth"):
+        loss.backward()
+    assert close(gradients(block, x), expected)
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()))
+    checkpoint(scripted, x, use_reentrant=reentrant).sum().backward()
+    assert x.grad is not None

@@ -112,3 +112,17 @@ def test_attention_layers_that_merge_are_refused():
     bank.add("tone", LoraConfig(r=2, target_modules=["attention"]), modality="rgb", trainable=True)
     with pytest.raises(ValueError, match="MultiheadAttention"), bank.active(rows=["rgb"]):
         pass
+
+
+def test_one_route_inside_a_route_per_row():
+    bank = make_bank()
+    x = tokens()
+    with torch.no_grad():
+        with bank.active("rgb"):
+            expected = run_blocks(bank.backbone.blocks, x)
+        with bank.active(rows=["rgb", "depth", "rgb", "depth", "rgb"]):
+            first = run_blocks(bank.backbone.blocks, x)
+            with bank.active("rgb"):
+                assert torch.equal(run_blocks(bank.backbone.blocks, x), expected)
+            assert torch.equal(run_blocks(bank.backbone.blocks, x), first)
+    assert not torch.equal(first, expected)
