@@ -51,7 +51,6 @@ class AdapterBank:
         self._trainable: dict[str, bool] = {}
         self._routes: dict[str, tuple[str, ...]] = dict.fromkeys(modalities, ())
         self._cache: _TunerLayers | None = None
-        self._routes_rows = False  # within active(rows=...)
 
     @property
     def model(self) -> PeftModel:
@@ -218,15 +217,11 @@ class AdapterBank:
         layers = self._layers()
         if rows is not None:
             with layers.rows_routed(RowRoutes(rows, self._routes)):
-                self._routes_rows = True
-                try:
-                    yield
-                finally:
-                    self._routes_rows = False
+                yield
             return
         assert modality is not None
         route = self.route(modality)
-        suspended = layers.suspend_rows() if self._routes_rows else []
+        suspended = layers.suspend_rows()
         before = layers.activate(route)
         try:
             yield
@@ -410,7 +405,9 @@ class _TunerLayers:
         return before
 
     def suspend_rows(self) -> list[tuple[dict, RoutedForward]]:
-        """Take off what `rows_routed` put there, and return it."""
+        """Take off what `rows_routed` put on all layers, and return it."""
+        if not self._dicts or "forward" not in self._dicts[0]:  # the usual switch
+            return []
         return [(d, d.pop("forward")) for d in self._dicts if isinstance(d.get("forward"), RoutedForward)]
 
     @contextmanager

@@ -161,7 +161,7 @@ def _differences(these: Sequence[float], those: Sequence[float], calls: int) -> 
 
 def main(args: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mmadapt.bench", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("name", nargs="?", choices=[*BENCHES, []], metavar="NAME", help=", ".join(BENCHES))
+    parser.add_argument("name", nargs="?", choices=list(BENCHES), metavar="NAME", help=", ".join(BENCHES))
     parser.add_argument("--list", action="store_true", help="the names, and what each measures")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures, the machine and versions there")
     given = parser.parse_args(args)

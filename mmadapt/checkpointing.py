@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from mmadapt.search import cells_of, find_modules, is_known, note_route, watching
-from mmadapt.state import AdapterState, OnFlags, RecomputationError, Scope, scope_of, tuner_types
+from mmadapt.search import UNBOUND, cell_content, cells_of, find_modules, is_known, note_route, watching
+from mmadapt.state import AdapterState, OnFlags, RecomputationError, Scope, scope_of, tuner_types, version_of
 
 __all__ = ["CheckpointPlan", "checkpoint", "run_blocks"]
 
@@ -52,6 +52,10 @@ def checkpoint(
     on_flags: `"error"` refuses a parameter that required grad at forward and does not at recomputation (autograd would
         drop its gradient); `"follow"` accepts it, as an un-checkpointed backward does.
     label: the block's name in errors; by default the function's class or name.
+
+    The recomputation also gets the hooks, buffers, modes, context variables, closure variables, attention kernels and
+    default dtype of its forward, and what `register_state` adds. Where no PEFT was imported and no module found has
+    buffers, it is torch's own checkpoint.
 
     Raises:
         ValueError: a PEFT layer runs that was not found, or an argument that torch refuses.
@@ -173,7 +177,7 @@ class _Run:
             )
         with self.state.applied(label=self.label, on_flags=self.on_flags):
             # A loop variable in a closure has moved on since: `for block in blocks: checkpoint(lambda x: block(x), x)`.
-            moved = [(cell, cell.cell_contents) for cell, then in self.cells if cell.cell_contents is not then]
+            moved = [(cell, now) for cell, then in self.cells if (now := cell_content(cell)) is not then]
             for cell, then in self.cells if moved else ():
                 cell.cell_contents = then
             token = _recomputing.set(True)
@@ -182,7 +186,10 @@ class _Run:
             finally:
                 _recomputing.reset(token)
                 for cell, now in moved:
-                    cell.cell_contents = now
+                    if now is UNBOUND:
+                        del cell.cell_contents
+                    else:
+                        cell.cell_contents = now
 
 
 _recomputing: ContextVar[bool] = ContextVar("mmadapt_recomputing", default=False)
@@ -202,9 +209,9 @@ def _refuse_foreign_recomputation(scopes: Sequence[Scope], label: str) -> None:
 
 
 def _scopes_with_state(roots: Sequence[nn.Module], is_searched: bool) -> list[Scope] | None:
-    """The scopes of the modules, if anything below them has a state that torch's own checkpoint does not bring back.
+    """The scopes of the modules, if they may run PEFT layers (found or not) or have buffers; else None.
 
-    That are PEFT layers, also such as were not found, and buffers. Without them torch's checkpoint is right by itself.
+    Without either the call is left to torch's own checkpoint, at its speed and with its limits.
     """
     scopes = [scope_of(root) for root in roots]
     if (tuner_types() and (roots or is_searched)) or any(scope.buffers for scope in scopes):
@@ -244,7 +251,7 @@ def _named_mismatch(run: _Run) -> Iterator[None]:
 def _versions_in(args: tuple, kwargs: dict) -> list[int | None]:
     """The version counters of all tensors among the arguments: torch adds 1 at each edit in place."""
     leaves = args if not kwargs and all(isinstance(arg, Tensor) for arg in args) else pytree.tree_leaves((args, kwargs))
-    return [None if leaf.is_inference() else leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+    return [version_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _random_states() -> list[Tensor]:

@@ -31,8 +31,9 @@ def find_modules(function: Any, args: tuple, kwargs: dict) -> list[nn.Module]:
     The function itself, Modules among the arguments, what a partial holds, closure cells; `__self__` of a bound method
     only if none of them has a tuner layer, as it is often the whole model.
     """
-    if isinstance(function, nn.Module) and not kwargs and all(isinstance(arg, Tensor) for arg in args):
-        return [] if isinstance(function, ScriptModule) else [function]
+    is_plain = isinstance(function, nn.Module) and not isinstance(function, ScriptModule)
+    if is_plain and not kwargs and all(isinstance(arg, Tensor) for arg in args):
+        return [function]
     is_method = isinstance(function, MethodType)
     found = {id(m): m for m in _modules_in((args, kwargs) if is_method else (function, args, kwargs))}
     if is_method and not any(scope_of(module).tuners for module in found.values()):
@@ -69,7 +70,7 @@ def _modules_in(value: Any, depth: int = 0) -> Iterator[nn.Module]:
     elif isinstance(value, MethodType) and depth < 4:
         yield from _modules_in(value.__self__, depth + 1)
     elif depth < 4 and getattr(value, "__closure__", None):
-        yield from _modules_in([_cell(cell) for cell in value.__closure__], depth + 1)
+        yield from _modules_in([cell_content(cell) for cell in value.__closure__], depth + 1)
 
 
 def cells_of(function: Any, depth: int = 0) -> list[tuple[CellType, Any]]:
@@ -80,16 +81,21 @@ def cells_of(function: Any, depth: int = 0) -> list[tuple[CellType, Any]]:
         return cells_of(function.func, depth + 1)
     found = []
     for cell in getattr(function, "__closure__", None) or ():
-        content = _cell(cell)
-        found += [(cell, content), *(cells_of(content, depth + 1) if callable(content) else [])]
+        content = cell_content(cell)
+        if content is not UNBOUND:
+            found += [(cell, content), *(cells_of(content, depth + 1) if callable(content) else [])]
     return found
 
 
-def _cell(cell: Any) -> Any:
+UNBOUND = object()
+
+
+def cell_content(cell: CellType) -> Any:
+    """What a closure cell holds; `UNBOUND` for a name that is not bound yet, or no more."""
     try:
         return cell.cell_contents
-    except ValueError:  # a name that is not bound yet
-        return None
+    except ValueError:
+        return UNBOUND
 
 
 def is_known(function: Any, scopes: Sequence[Scope]) -> bool:

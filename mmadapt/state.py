@@ -214,13 +214,13 @@ def _versions(tensors: Sequence[Tensor]) -> list[int | None]:
     try:
         return list(map(_read_version, tensors))
     except RuntimeError:  # some were made in inference mode, where nothing counts edits
-        return list(map(_version, tensors))
+        return list(map(version_of, tensors))
 
 
 _read_version = attrgetter("_version")
 
 
-def _version(tensor: Tensor | None) -> int | None:
+def version_of(tensor: Tensor | None) -> int | None:
     return None if tensor is None or tensor.is_inference() else tensor._version
 
 
@@ -245,7 +245,7 @@ class Buffers:
         self._scopes = scopes
         self._key = key
         self.tensors: list[list[Tensor | None]] = [[d[name] for d, name in scope.buffers] for scope in scopes]
-        self.versions = [[_version(t) for t in tensors] for tensors in self.tensors]
+        self.versions = [[version_of(t) for t in tensors] for tensors in self.tensors]
         self._surprises: list[str] = []
         self._copies: list[dict[int, Tensor]] = []
         for scope, tensors in zip(scopes, self.tensors, strict=True):
@@ -255,19 +255,24 @@ class Buffers:
     def forward_done(self) -> None:
         """Note which buffers the forward wrote, and keep only their copies."""
         for n, scope in enumerate(self._scopes):
-            changed = {
+            edited = {
                 i
                 for i, (d, name) in enumerate(scope.buffers)
-                if d.get(name) is not self.tensors[n][i]
-                or _version(d.get(name)) != self.versions[n][i]
-                or i in scope.statistics
-                or (i in self._copies[n] and not torch.equal(self._copies[n][i], d[name]))  # `.data`, fused kernels
+                if d.get(name) is not self.tensors[n][i] or version_of(d.get(name)) != self.versions[n][i]
             }
             known = scope.written.get(self._key)
-            if known is not None:
-                self._surprises += [scope.buffers[i][1] for i in sorted(changed - known)]
-            scope.written[self._key] = changed | (known or set())
-            self._copies[n] = {i: copy for i, copy in self._copies[n].items() if i in changed}
+            if known is None:
+                # By value too: `.data` and fused kernels do not count as edits. (Once, as it waits for the device.)
+                by_value = {
+                    i
+                    for i, copy in self._copies[n].items()
+                    if i not in edited and not torch.equal(copy, scope.buffers[i][0][scope.buffers[i][1]])
+                }
+                known = edited | by_value | scope.statistics
+            else:
+                self._surprises += [scope.buffers[i][1] for i in sorted(edited - known)]
+            scope.written[self._key] = edited | known
+            self._copies[n] = {i: copy for i, copy in self._copies[n].items() if i in scope.written[self._key]}
 
     def check(self, label: str) -> None:
         """Refuse buffers whose value at the forward is lost."""
@@ -278,7 +283,7 @@ class Buffers:
             edited += [
                 scope.buffers[i][1]
                 for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True))
-                if i not in copies and _version(tensor) != version
+                if i not in copies and version_of(tensor) != version
             ]
         if edited:
             raise RecomputationError(

@@ -519,6 +519,25 @@ def test_loop_variables_in_closures_are_those_of_the_forward(reentrant):
 
 
 @MODES
+def test_names_of_a_closure_that_are_unbound_before_or_after(bank, reentrant):
+    block, x = bank.backbone.blocks[0], inputs(1)[0]
+    scale = 2.0
+
+    def run(t: Tensor) -> Tensor:
+        return (block(t) * scale).sin() if t.dim() == 3 else late(t)  # noqa: F821  # deleted below
+
+    with bank.active("rgb"):
+        loss = checkpoint(run, x, use_reentrant=reentrant).sum()
+    late = torch.sin
+    del scale
+    loss.backward()
+    assert x.grad is not None
+    assert run.__closure__ is not None
+    with pytest.raises(NameError):
+        run(x)
+
+
+@MODES
 def test_what_the_function_writes_does_not_stay(bank, reentrant):
     blocks = bank.backbone.blocks
 

@@ -125,4 +125,8 @@ def test_one_route_inside_a_route_per_row():
             with bank.active("rgb"):
                 assert torch.equal(run_blocks(bank.backbone.blocks, x), expected)
             assert torch.equal(run_blocks(bank.backbone.blocks, x), first)
+            with bank.active("depth"), bank.active(rows=["rgb"] * 5):
+                assert torch.allclose(run_blocks(bank.backbone.blocks, x), expected, atol=1e-5)
+            with bank.active("rgb"):
+                assert torch.equal(run_blocks(bank.backbone.blocks, x), expected)
     assert not torch.equal(first, expected)

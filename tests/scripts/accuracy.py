@@ -4,7 +4,7 @@ Every fold and seed runs the configuration of `+experiment=vivit_multi` and, wit
 arms that leave one part out or give it up for longer training of the rest, so that all arms cost about the same number
 of epochs. Checkpointing is off here: it changes no gradient, and time is all that it would cost.
 
-    python tests/scripts/accuracy.py                       # 5 folds, 3 seeds, all arms; about an hour on 2 cores
+    python tests/scripts/accuracy.py                       # 5 folds, 3 seeds, all arms; two hours or more on 2 cores
     python tests/scripts/accuracy.py --folds 0 --seeds 0   # one of them
     python tests/scripts/accuracy.py --show --seeds 0      # the table of what lies in tests/results/accuracy.json
 
