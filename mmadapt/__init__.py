@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from mmadapt.backbone import ViViT as ViViT
     from mmadapt.blocks import checkpoint_blocks as checkpoint_blocks
     from mmadapt.blocks import remove_checkpointing as remove_checkpointing
-    from mmadapt.checkpointing import CheckpointPlan as CheckpointPlan
     from mmadapt.checkpointing import checkpoint as checkpoint
-    from mmadapt.checkpointing import run_blocks as run_blocks
     from mmadapt.data import Batch as Batch
     from mmadapt.data import MultimodalDataModule as MultimodalDataModule
+    from mmadapt.errors import RecomputationError as RecomputationError
     from mmadapt.model import MultimodalModel as MultimodalModel
     from mmadapt.module import MultiAdapterModule as MultiAdapterModule
+    from mmadapt.plans import CheckpointPlan as CheckpointPlan
+    from mmadapt.plans import run_blocks as run_blocks
     from mmadapt.state import AdapterState as AdapterState
-    from mmadapt.state import RecomputationError as RecomputationError
     from mmadapt.state import register_state as register_state
 
 __version__ = "0.1.0"
@@ -30,17 +30,17 @@ _HOMES = {
     "AdapterState": "state",
     "Backbone": "backbone",
     "Batch": "data",
-    "CheckpointPlan": "checkpointing",
+    "CheckpointPlan": "plans",
     "MultiAdapterModule": "module",
     "MultimodalDataModule": "data",
     "MultimodalModel": "model",
-    "RecomputationError": "state",
+    "RecomputationError": "errors",
     "register_state": "state",
     "remove_checkpointing": "blocks",
     "ViViT": "backbone",
     "checkpoint": "checkpointing",
     "checkpoint_blocks": "blocks",
-    "run_blocks": "checkpointing",
+    "run_blocks": "plans",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])

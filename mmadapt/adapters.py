@@ -6,28 +6,24 @@ dropped without a word (peft #2759, #1303). Here the trainable set is declared o
 switch writes the active adapters of a cached list of tuner layers and nothing else.
 """
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
-from operator import is_
 from pathlib import Path
 from typing import Any
 
 from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.mapping import PEFT_TYPE_TO_PREFIX_MAPPING
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.save_and_load import load_peft_weights
 from torch import Tensor, nn
 
+from mmadapt.adapter_files import FILES, check_fit, read_adapter
+from mmadapt.errors import unknown
 from mmadapt.files import written_folder
-from mmadapt.rows import RoutedForward, RowRoutes, refuse_rows
+from mmadapt.layers import TunerLayers, adapter_parameters, linear_names
+from mmadapt.rows import RowRoutes
 
 __all__ = ["AdapterBank"]
-
-# What PEFT writes for an adapter; a folder that holds anything else is not replaced.
-_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "README.md")
 
 
 class AdapterBank:
@@ -50,7 +46,7 @@ class AdapterBank:
         self._peft: PeftModel | None = None
         self._trainable: dict[str, bool] = {}
         self._routes: dict[str, tuple[str, ...]] = dict.fromkeys(modalities, ())
-        self._cache: _TunerLayers | None = None
+        self._cache: TunerLayers | None = None
 
     @property
     def model(self) -> PeftModel:
@@ -91,7 +87,7 @@ class AdapterBank:
         try:
             return self._routes[modality]
         except KeyError:
-            raise ValueError(_unknown("modality", modality, self._routes)) from None
+            raise ValueError(unknown("modality", modality, self._routes)) from None
 
     def add(
         self,
@@ -133,7 +129,7 @@ class AdapterBank:
                 backbone: missing, extra and misshaped ones are listed. The bank is then as before.
         """
         self._check_name(name)
-        config, weights = _read(Path(path).expanduser())
+        config, weights = read_adapter(Path(path).expanduser())
         self._check_config(name, config)
         config.inference_mode = not trainable
         try:
@@ -141,12 +137,12 @@ class AdapterBank:
         except ValueError as error:  # PEFT's message knows neither the folder nor what the backbone has
             raise ValueError(
                 f"adapter folder {path}: expected an adapter for layers of this backbone, "
-                f"{_linear_names(self.backbone)}, got {getattr(config, 'target_modules', None)!r}: {error}"
+                f"{linear_names(self.backbone)}, got {getattr(config, 'target_modules', None)!r}: {error}"
             ) from error
         try:
             self._check_targets(name)
             self._check_savable()
-            _check_fit(
+            check_fit(
                 path,
                 weights,
                 get_peft_model_state_dict(self.model, adapter_name=name, save_embedding_layers=False),
@@ -169,9 +165,9 @@ class AdapterBank:
             FileExistsError: there is a file, or a folder that holds something else than an adapter.
         """
         if name not in self._trainable:
-            raise ValueError(_unknown("adapter", name, self._trainable))
+            raise ValueError(unknown("adapter", name, self._trainable))
         target = Path(folder).expanduser()
-        with written_folder(target, replaces=_FILES) as temporary:
+        with written_folder(target, replaces=FILES) as temporary:
             parent = temporary / "save"  # PEFT writes an adapter that is not named "default" to a sub-folder
             self.model.save_pretrained(str(parent), selected_adapters=[name], save_embedding_layers=False)
             written = parent / name if name != "default" else parent
@@ -190,8 +186,8 @@ class AdapterBank:
             ValueError: an unknown adapter.
         """
         if name not in self._trainable:
-            raise ValueError(_unknown("adapter", name, self._trainable))
-        return _adapter_parameters(self.backbone, name)
+            raise ValueError(unknown("adapter", name, self._trainable))
+        return adapter_parameters(self.backbone, name)
 
     def targets(self, name: str) -> list[str]:
         """The names of the backbone's modules that an adapter changes."""
@@ -239,7 +235,7 @@ class AdapterBank:
             ValueError: an adapter whose flags changed.
         """
         for name, is_trainable in self._trainable.items():
-            wrong = [path for path, p in _adapter_parameters(self.backbone, name) if p.requires_grad != is_trainable]
+            wrong = [path for path, p in adapter_parameters(self.backbone, name) if p.requires_grad != is_trainable]
             if wrong:
                 raise ValueError(
                     f"adapter {name!r}: expected requires_grad={is_trainable} as declared, got {not is_trainable} for "
@@ -247,9 +243,9 @@ class AdapterBank:
                     "which write it. Do: switch with AdapterBank.active."
                 )
 
-    def _layers(self) -> "_TunerLayers":
+    def _layers(self) -> "TunerLayers":
         if self._cache is None or not self._cache.holds(self._peft):
-            self._cache = _TunerLayers(self.backbone, self._peft)
+            self._cache = TunerLayers(self.backbone, self._peft)
         return self._cache
 
     def _inject(self, name: str, config: PeftConfig) -> None:
@@ -296,7 +292,7 @@ class AdapterBank:
         for parameter, flag in self._base_flags:
             parameter.requires_grad_(flag)
         for name, is_trainable in self._trainable.items():
-            for _, parameter in _adapter_parameters(self.backbone, name):
+            for _, parameter in adapter_parameters(self.backbone, name):
                 parameter.requires_grad_(is_trainable)
 
     def _check_name(self, name: str) -> None:
@@ -360,7 +356,7 @@ class AdapterBank:
         """PEFT picks an adapter's tensors by name. Refuse at creation a name with which it would pick others."""
         for name in self.model.peft_config:
             saved = get_peft_model_state_dict(self.model, adapter_name=name, save_embedding_layers=False)
-            expected = {parameter.data_ptr() for _, parameter in _adapter_parameters(self.backbone, name)}
+            expected = {parameter.data_ptr() for _, parameter in adapter_parameters(self.backbone, name)}
             if {t.data_ptr() for t in saved.values() if isinstance(t, Tensor)} != expected:
                 others = [other for other in self.model.peft_config if other != name]
                 raise ValueError(
@@ -375,130 +371,3 @@ class AdapterBank:
     def __repr__(self) -> str:
         routes = ", ".join(f"{modality}: {list(route)}" for modality, route in self._routes.items())
         return f"AdapterBank({routes}; trainable: {list(self.trainable)})"
-
-
-class _TunerLayers:
-    """The tuner layers of a model, found once; `holds`: they and the modules above them still are where they were."""
-
-    def __init__(self, root: nn.Module, peft_model: PeftModel | None) -> None:
-        paths = [path for path, module in root.named_modules() if isinstance(module, BaseTunerLayer)]
-        self.layers = [root.get_submodule(path) for path in paths]
-        self._dicts = [vars(layer) for layer in self.layers]
-        # Every link on the way from the root to a tuner layer, once: (parent's children, name, child).
-        links = {path.rsplit(".", up)[0] for path in paths for up in range(path.count(".") + 1)}
-        parts = [path.rpartition(".") for path in links]
-        self._parents = [root.get_submodule(parent)._modules for parent, _, _ in parts]
-        self._names = [name for _, _, name in parts]
-        self._children = [root.get_submodule(path) for path in links]
-        self._adapters = list(peft_model.peft_config) if peft_model is not None else []
-
-    def holds(self, peft_model: PeftModel | None) -> bool:
-        adapters = list(peft_model.peft_config) if peft_model is not None else []
-        return adapters == self._adapters and all(map(is_, map(dict.get, self._parents, self._names), self._children))
-
-    def activate(self, route: Sequence[str]) -> list:
-        """Write the active adapters of all layers; returns what was there."""
-        before = [d.get("_active_adapter", []) for d in self._dicts]
-        active = list(route)
-        for d in self._dicts:
-            d["_active_adapter"] = active
-        return before
-
-    def suspend_rows(self) -> list[tuple[dict, RoutedForward]]:
-        """Take off what `rows_routed` put on all layers, and return it."""
-        if not self._dicts or "forward" not in self._dicts[0]:  # the usual switch
-            return []
-        return [(d, d.pop("forward")) for d in self._dicts if isinstance(d.get("forward"), RoutedForward)]
-
-    @contextmanager
-    def rows_routed(self, routes: RowRoutes) -> Iterator[None]:
-        refuse_rows(self.layers)
-        for layer, d in zip(self.layers, self._dicts, strict=True):
-            d["forward"] = RoutedForward(layer, routes)
-        try:
-            yield
-        finally:
-            for d in self._dicts:
-                del d["forward"]
-
-    def restore(self, before: list) -> None:
-        for d, active in zip(self._dicts, before, strict=True):
-            d["_active_adapter"] = active
-
-
-def _linear_names(root: nn.Module) -> list[str]:
-    """The last parts of the names of a model's linear layers, adapted ones included: what targets are made of."""
-    inside = [path for path, module in root.named_modules() if isinstance(module, BaseTunerLayer)]
-    linear = {path for path, module in root.named_modules() if isinstance(module, nn.Linear)} | set(inside)
-    return sorted({path.rsplit(".", 1)[-1] for path in linear if not path.startswith(tuple(p + "." for p in inside))})
-
-
-def _adapter_parameters(root: nn.Module, name: str) -> list[tuple[str, nn.Parameter]]:
-    """An adapter's parameters by the layers' structure: names are never matched by substring."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for path, layer in root.named_modules():
-        if not isinstance(layer, BaseTunerLayer):
-            continue
-        for attribute in layer.adapter_layer_names:
-            group = getattr(layer, attribute, None)
-            if not isinstance(group, nn.ModuleDict | nn.ParameterDict) or name not in group:
-                continue
-            part, prefix = group[name], f"{path}.{attribute}.{name}"
-            named = [("", part)] if isinstance(part, nn.Parameter) else list(part.named_parameters())
-            for suffix, parameter in named:
-                found.setdefault(id(parameter), (f"{prefix}.{suffix}" if suffix else prefix, parameter))
-    return list(found.values())
-
-
-def _read(path: Path) -> tuple[PeftConfig, dict[str, Tensor]]:
-    """Config and tensors of a folder in PEFT's format."""
-    if not path.is_dir():
-        raise ValueError(
-            f"adapter folder: expected a folder with adapter_config.json, got {str(path)!r}, which is none"
-        )
-    present = sorted(file.name for file in path.iterdir())
-    if "adapter_config.json" not in present:
-        raise ValueError(
-            f"adapter folder {path}: expected adapter_config.json and adapter_model.safetensors, got {present}. "
-            "PEFT's save_pretrained writes an adapter that is not named 'default' to a sub-folder: give that one."
-        )
-    if not {"adapter_model.safetensors", "adapter_model.bin"} & set(present):
-        raise ValueError(f"adapter folder {path}: expected adapter_model.safetensors beside the config, got {present}")
-    try:
-        config = PeftConfig.from_pretrained(str(path))
-        weights = load_peft_weights(str(path), device="cpu")
-    except (ValueError, KeyError, TypeError, OSError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"adapter folder {path}: expected a config and tensors that PEFT reads, got: {error}"
-        ) from error
-    except Exception as error:  # safetensors raises a class of its own for a torn file
-        raise ValueError(f"adapter folder {path}: cannot read its tensors: {error}") from error
-    return config, weights
-
-
-def _check_fit(path: str | Path, got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    missing = sorted(expected.keys() - got.keys())
-    extra = sorted(got.keys() - expected.keys())
-    misshaped = [
-        f"{key}: expected {tuple(expected[key].shape)}, got {tuple(got[key].shape)}"
-        for key in sorted(expected.keys() & got.keys())
-        if expected[key].shape != got[key].shape
-    ]
-    if missing or extra or misshaped:
-        parts = [f"{len(keys)} {what}: {_listed(keys)}" for what, keys in
-                 (("missing", missing), ("extra", extra), ("misshaped", misshaped)) if keys]  # fmt: skip
-        raise ValueError(
-            f"adapter folder {path}: expected exactly the tensors of this backbone, got {len(got)}; "
-            + "; ".join(parts)
-            + ". Do: give an adapter that was trained on this backbone."
-        )
-
-
-def _listed(keys: list[str], most: int = 3) -> str:
-    return ", ".join(keys[:most]) + (f", ... ({len(keys) - most} more)" if len(keys) > most else "")
-
-
-def _unknown(what: str, got: object, valid: Any) -> str:
-    close = get_close_matches(str(got), [str(v) for v in valid], n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"{what}: expected one of {list(valid)}, got {got!r}.{hint}"

@@ -3,7 +3,7 @@
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
-from mmadapt.checkpointing import CheckpointPlan, run_blocks
+from mmadapt.plans import CheckpointPlan, run_blocks
 
 __all__ = ["Backbone", "ViViT"]
 

@@ -9,18 +9,17 @@ pairs, with the interval in which 95 % of the medians of resampled pairs lie.
 """
 
 import argparse
-import json
-import os
-import platform
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from mmadapt.files import write_json
+from mmadapt.machine import machine_and_versions
 
 __all__ = ["Figure", "main"]
 
@@ -181,16 +180,15 @@ def main(args: list[str] | None = None) -> int:
         table.add_row(f.what, f"{f.value:.3g} {f.unit}", f"{f.low:.3g} to {f.high:.3g}", target, verdict)
     Console().print(table)
     if given.json is not None:
-        content = {
-            "bench": given.name,
-            "figures": [asdict(f) for f in figures],
-            "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-            "threads": torch.get_num_threads(),
-            "versions": {name: version(name) for name in ("torch", "peft", "timm")},
-        }
-        temporary = given.json.with_name(given.json.name + ".tmp")
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
-        temporary.replace(given.json)
+        write_json(
+            {
+                "bench": given.name,
+                "figures": [asdict(f) for f in figures],
+                "threads": torch.get_num_threads(),
+                **machine_and_versions(),
+            },
+            given.json,
+        )
     return 0 if all(f.is_met for f in figures) else 1
 
 

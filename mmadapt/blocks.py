@@ -26,9 +26,12 @@ from torch import Tensor, nn
 from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
-from mmadapt.checkpointing import CheckpointPlan, _versions_in, checkpoint
-from mmadapt.stacks import Stack, find_stacks, listed, lists_text, modules_above, text_of
-from mmadapt.state import _KEY, AdapterState, scope_of
+from mmadapt.checkpointing import checkpoint, versions_in
+from mmadapt.errors import listed
+from mmadapt.plans import CheckpointPlan
+from mmadapt.scopes import KEY, scope_of
+from mmadapt.stacks import Stack, find_stacks, lists_text, modules_above, text_of
+from mmadapt.state import AdapterState
 
 __all__ = ["CheckpointedBlocks", "checkpoint_blocks", "remove_checkpointing"]
 
@@ -275,7 +278,7 @@ class _Forward:
         self.is_active = True
         self.had_forward = "forward" in vars(block)
         self.original = vars(block).get("forward")
-        self.had_scope = _KEY in vars(block)
+        self.had_scope = KEY in vars(block)
         vars(block)["forward"] = self
 
     def restore(self) -> None:
@@ -287,7 +290,7 @@ class _Forward:
             else:
                 del attributes["forward"]
         if not self.had_scope:
-            attributes.pop(_KEY, None)
+            attributes.pop(KEY, None)
 
     @property
     def __wrapped__(self) -> Any:
@@ -377,7 +380,7 @@ class _Pending:
         self.first = first
         self.args = args
         self.kwargs = kwargs
-        self.versions = _versions_in(args, kwargs)
+        self.versions = versions_in(args, kwargs)
         self.autocast = _autocast()
         self.forwards: list[_Forward] = []
         self.states: list[AdapterState] = []
@@ -422,7 +425,7 @@ class _Pending:
                 f"{label} is called with other arguments than {self.first.stack.label(self.first.index)} (a mask or a "
                 "position bias per layer); expected the very same objects"
             )
-        if self.versions != _versions_in(self.args, self.kwargs):
+        if self.versions != versions_in(self.args, self.kwargs):
             raise self.error(f"an argument was edited in place before {label} ran")
         if self.autocast != _autocast():
             raise self.error(f"{label} runs under another autocast")

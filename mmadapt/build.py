@@ -18,10 +18,10 @@ from torch import nn
 
 from mmadapt.adapters import AdapterBank
 from mmadapt.callbacks import ProgressBar
-from mmadapt.checkpointing import CheckpointPlan
 from mmadapt.config import ConfigError, instantiate
 from mmadapt.data.module import MultimodalDataModule
 from mmadapt.model import check_keys
+from mmadapt.plans import CheckpointPlan
 from mmadapt.validate import TOKENIZER_OWN, route
 
 Config = Mapping[str, Any]

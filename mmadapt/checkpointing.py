@@ -13,7 +13,6 @@ The wrapping is the same for both of torch's modes, as both call the function a 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
-from dataclasses import dataclass
 from types import CellType
 from typing import Any
 
@@ -23,10 +22,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointError, noop_context_fn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from mmadapt.errors import RecomputationError
+from mmadapt.scopes import Scope, scope_of, tuner_types, version_of
 from mmadapt.search import UNBOUND, cell_content, cells_of, find_modules, is_known, note_route, watching
-from mmadapt.state import AdapterState, OnFlags, RecomputationError, Scope, scope_of, tuner_types, version_of
+from mmadapt.state import AdapterState, OnFlags
 
-__all__ = ["CheckpointPlan", "checkpoint", "run_blocks"]
+__all__ = ["checkpoint"]
 
 
 def checkpoint(
@@ -143,13 +144,13 @@ class _Run:
     def _forward(self, args: tuple, kwargs: dict) -> Any:
         self.context = copy_context()
         self.cells = cells_of(self.function)
-        self.versions = _versions_in(args, kwargs)
+        self.versions = versions_in(args, kwargs)
         scopes, self.scopes = self.scopes, None
         assert scopes is not None
         if torch._C._current_graph_task_id() != -1 and not _recomputing.get():
             _refuse_foreign_recomputation(scopes, self.label)
         # Set before the run: a gradient taken in the function recomputes parts of it there and then.
-        self.state = AdapterState._capture(self.roots, scopes)
+        self.state = AdapterState.capture_in(self.roots, scopes)
         with _named_mismatch(self):
             result = self._watched(scopes, args, kwargs) if self.is_watched else self.function(*args, **kwargs)
         self.state.forward_done()
@@ -169,7 +170,7 @@ class _Run:
 
     def _recompute(self, args: tuple, kwargs: dict) -> Any:
         assert self.state is not None
-        if self.versions != _versions_in(args, kwargs):
+        if self.versions != versions_in(args, kwargs):
             raise RecomputationError(
                 f"cannot recompute {self.label}: expected its inputs as they were at the forward, but they were edited "
                 f"in place, by it or after it. At forward: {self.state.describe()}. Do: edit a copy (x = x + y, "
@@ -248,7 +249,7 @@ def _named_mismatch(run: _Run) -> Iterator[None]:
         yield
 
 
-def _versions_in(args: tuple, kwargs: dict) -> list[int | None]:
+def versions_in(args: tuple, kwargs: dict) -> list[int | None]:
     """The version counters of all tensors among the arguments: torch adds 1 at each edit in place."""
     leaves = args if not kwargs and all(isinstance(arg, Tensor) for arg in args) else pytree.tree_leaves((args, kwargs))
     return [version_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
@@ -313,113 +314,3 @@ def _reentrant(
 
 def _name(function: Any) -> str:
     return getattr(function, "__qualname__", None) or type(function).__name__
-
-
-@dataclass(frozen=True)
-class CheckpointPlan:
-    """Which blocks are checkpointed, and how.
-
-    enabled: off: every block runs plainly.
-    segment_size: k consecutive blocks share one checkpoint: less memory held, one recomputation of k blocks at a time.
-    segments: the same by count, as in `torch.utils.checkpoint.checkpoint_sequential`; excludes `segment_size`.
-    every: segment i is checkpointed if and only if i % every == 0, the others run plainly: faster, more memory held.
-    last_plain: the last segment runs plainly, as `checkpoint_sequential` does.
-    use_reentrant: torch's reentrant mode; the gradients are the same.
-
-    Raises:
-        ValueError: a number below 1, or `segments` together with `segment_size`.
-    """
-
-    enabled: bool = True
-    segment_size: int = 1
-    segments: int | None = None
-    every: int = 1
-    last_plain: bool = False
-    use_reentrant: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("enabled", "last_plain", "use_reentrant"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"CheckpointPlan.{name}: expected true or false, got {getattr(self, name)!r}")
-        for name in ("segment_size", "segments", "every"):
-            value = getattr(self, name)
-            if name == "segments" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"CheckpointPlan.{name}: expected an integer of at least 1, got {value!r}")
-        if self.segments is not None and self.segment_size != 1:
-            raise ValueError(
-                f"CheckpointPlan: expected segments or segment_size, got both (segments={self.segments}, "
-                f"segment_size={self.segment_size}). Do: leave one of them out."
-            )
-
-    def split(self, depth: int) -> list[tuple[range, bool]]:
-        """The segments of `depth` blocks, in order: the indices of their blocks and whether they are checkpointed.
-
-        Raises:
-            ValueError: more `segments` than blocks.
-        """
-        if self.segments is not None:
-            if self.segments > depth:
-                raise ValueError(f"CheckpointPlan.segments: expected at most the {depth} blocks, got {self.segments}")
-            size = depth // self.segments  # the last one takes the rest, as in torch
-            starts = [i * size for i in range(self.segments)]
-        else:
-            starts = list(range(0, depth, self.segment_size))
-        bounds = [*starts, depth]
-        ranges = [range(bounds[i], bounds[i + 1]) for i in range(len(starts))]
-        last = len(ranges) - 1
-        return [
-            (r, self.enabled and i % self.every == 0 and not (self.last_plain and i == last))
-            for i, r in enumerate(ranges)
-        ]
-
-
-def run_blocks(
-    blocks: Sequence[nn.Module] | nn.ModuleList | nn.Sequential,
-    x: Tensor,
-    *args: Any,
-    plan: CheckpointPlan | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    """Run tokens through a stack of blocks under a plan.
-
-    x: (B, N, D); each block is called as `block(x, *args, **kwargs)` and returns (B, N, D). `plan=None` runs plainly.
-
-    Raises:
-        ValueError: the plan does not fit the number of blocks.
-    """
-    for indices, is_checkpointed in (plan or _PLAIN).split(len(blocks)):
-        segment = [blocks[i] for i in indices]
-        if is_checkpointed:
-            assert plan is not None
-            first, last = indices[0], indices[-1]
-            x = checkpoint(
-                segment[0] if len(segment) == 1 else _Segment(segment),
-                x,
-                *args,
-                modules=segment,
-                use_reentrant=plan.use_reentrant,
-                label=f"block {first}" if first == last else f"blocks {first} to {last}",
-                **kwargs,
-            )
-        else:
-            x = _Segment(segment)(x, *args, **kwargs)
-    return x
-
-
-_PLAIN = CheckpointPlan(enabled=False)
-
-
-class _Segment:
-    """Consecutive blocks as one function."""
-
-    __slots__ = ("blocks",)
-
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        self.blocks = blocks
-
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        for block in self.blocks:
-            x = block(x, *args, **kwargs)
-        return x

@@ -1,13 +1,15 @@
-"""Folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all."""
 
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-__all__ = ["written_folder"]
+__all__ = ["write_json", "written_folder"]
 
 
 @contextmanager
@@ -48,6 +50,22 @@ def written_folder(folder: str | os.PathLike, *, replaces: Collection[str] | Non
             os.replace(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_json(content: Mapping[str, Any], path: Path) -> Path:
+    """Writes under a temporary name and renames: the old file or the new one, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
 
 
 def _umask() -> int:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmadapt.checkpointing import CheckpointPlan
 from mmadapt.data.batch import Batch, average_views
 from mmadapt.meter import MemoryMeter
 from mmadapt.model import MultimodalModel
+from mmadapt.plans import CheckpointPlan
 
 __all__ = ["StepCost", "compare_plans", "count_parameters", "held_bytes"]
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from mmadapt.adapters import AdapterBank
 from mmadapt.backbone import Backbone
-from mmadapt.checkpointing import CheckpointPlan
+from mmadapt.plans import CheckpointPlan
 
 if TYPE_CHECKING:
     from mmadapt.data import Batch

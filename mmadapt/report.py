@@ -1,11 +1,7 @@
 """The table that a run ends with, and results.json beside it."""
 
-import json
-import os
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +9,7 @@ from rich.table import Table
 
 from mmadapt.results import StageResult
 
-__all__ = ["print_report", "print_sweep", "summarise", "write_json"]
+__all__ = ["print_report", "print_sweep", "summarise"]
 
 TOGETHER = "all"
 
@@ -125,18 +121,3 @@ def _table(title: str, label: str, *columns: str) -> Table:
 
 def megabytes(count: int) -> str:
     return f"{count / 2**20:,.1f} MiB"
-
-
-def write_json(content: Mapping[str, Any], path: Path) -> Path:
-    """Writes under a temporary name and renames: the old file or the new one, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(content, file, indent=2)
-            file.write("\n")
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path

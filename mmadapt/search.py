@@ -20,7 +20,7 @@ from torch.jit import ScriptModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from mmadapt.state import Scope, scope_of, tuner_types
+from mmadapt.scopes import Scope, scope_of, tuner_types
 
 _TORCHS = inspect.unwrap(torch_checkpoint).__code__
 

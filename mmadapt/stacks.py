@@ -2,14 +2,15 @@
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from mmadapt.checkpointing import CheckpointPlan
-from mmadapt.state import tuner_types
+from mmadapt.errors import listed
+from mmadapt.plans import CheckpointPlan
+from mmadapt.scopes import tuner_types
 
 __all__: list[str] = []
 
@@ -210,7 +211,3 @@ def lists_text(model: nn.Module) -> str:
 
 def text_of(blocks: Any) -> str:
     return f"blocks={blocks.pattern!r}" if isinstance(blocks, re.Pattern) else "the places given by blocks="
-
-
-def listed(names: Sequence[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")

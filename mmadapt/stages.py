@@ -26,7 +26,6 @@ from mmadapt.adapters import AdapterBank
 from mmadapt.backbone import Backbone
 from mmadapt.baselines import classical_baselines
 from mmadapt.callbacks import ResumePoint, StepTimer
-from mmadapt.checkpointing import CheckpointPlan
 from mmadapt.config import ConfigError, instantiate
 from mmadapt.data.module import MultimodalDataModule
 from mmadapt.fusion import ConcatFusion
@@ -34,6 +33,7 @@ from mmadapt.memory import compare_plans, count_parameters
 from mmadapt.model import MultimodalModel
 from mmadapt.module import MultiAdapterModule
 from mmadapt.optim import group_settings
+from mmadapt.plans import CheckpointPlan
 from mmadapt.results import StageResult, file_hash, find, stage_hash, store, write_stage
 from mmadapt.resume import checkpoint_for, checkpoint_identity
 from mmadapt.validate import STAGE_OWN, adapter_folder, backbone_file, validate

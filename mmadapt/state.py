@@ -12,296 +12,23 @@ Capturing is O(modules below the given ones) and takes microseconds: what lies b
 it; each use checks that it still holds, because users also call PEFT directly.
 """
 
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from operator import attrgetter, is_, methodcaller
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parameter import is_lazy
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-__all__ = ["AdapterState", "RecomputationError", "StateHandle", "register_state"]
+from mmadapt.buffers import Buffers
+from mmadapt.errors import RecomputationError, cannot_recompute, listed
+from mmadapt.scopes import ABSENT, ATTRIBUTES, HOOK_DETAILS, HOOKS, MERGED, Scope, copied, same, scope_of
+
+__all__ = ["AdapterState", "StateHandle", "register_state"]
 
 OnFlags = Literal["error", "follow"]
-
-# The attributes that decide a tuner layer's forward; `merged_adapters` is compared but never written (see `applied`).
-_ATTRIBUTES = (
-    "_active_adapter",
-    "_disable_adapters",
-    "scaling",
-    "cast_input_dtype_enabled",
-    "merged_adapters",
-    "forward",  # a route per row stands in for it (`mmadapt.rows`)
-)
-_MERGED = _ATTRIBUTES.index("merged_adapters")
-_ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()  # the class's default holds
-_KEY = "_mmadapt_scope"
-
-# Hooks run as part of a forward. Each kind is a dict by id, and dicts beside it say how to call some of them.
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_HOOK_DETAILS = (
-    "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_is_full_backward_hook",
-)
-
-
-class RecomputationError(RuntimeError):
-    """A recomputation cannot see what its forward saw, so its gradients would be silently wrong."""
-
-
-class Scope:
-    """What lies below one module, found once and checked at each use.
-
-    It holds the `__dict__`s and not the modules, as attributes are read from there without a descriptor call. It lies
-    in the `__dict__` of its module, so that it lives and dies with it; copies and pickles of the module carry none.
-    """
-
-    __slots__ = (
-        "buffer_dicts",
-        "buffers",
-        "children",
-        "dicts",
-        "dicts_then",
-        "empty",
-        "hook_dicts",
-        "is_compiled",
-        "module_dicts",
-        "parameters",
-        "root_children",
-        "routes",
-        "scalars",
-        "statistics",
-        "tuner_dicts",
-        "tuner_gets",
-        "tuners",
-        "watched",
-        "written",
-    )
-
-    def __init__(self, root: nn.Module) -> None:
-        modules = [m for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
-        types = tuner_types()
-        children: list[dict] = [m._modules for m in modules]
-        parameters: list[dict] = [m._parameters for m in modules]
-        buffers: list[dict] = [m._buffers for m in modules]
-        self.root_children = root._modules
-        self.empty = [d for d in (*children, *parameters, *buffers) if not d]  # `holds` checks that they still are
-        self.dicts = [d for d in (*children, *parameters) if d]
-        self.dicts_then = [dict(d) for d in self.dicts]
-        self.buffer_dicts = [d for d in buffers if d]
-        self.children = [child for d in children for child in d.values()]
-        self.parameters = [p for d in parameters for p in d.values() if p is not None]
-        self.scalars = [(d, k, p) for d in parameters for k, p in d.items() if p is not None and _is_scalar(p)]
-        self.buffers = [(d, name) for d in self.buffer_dicts for name in d]
-        norms = {id(m._buffers) for m in modules if isinstance(m, _NormBase)}
-        self.statistics = {i for i, (d, _) in enumerate(self.buffers) if id(d) in norms}
-        self.module_dicts = [vars(m) for m in modules]
-        self.hook_dicts = [vars(m).get(kind) for m in modules for kind in _HOOKS]
-        self.tuners = [m for m in modules if isinstance(m, types)] if types else []
-        self.tuner_dicts = [vars(m) for m in self.tuners]
-        self.tuner_gets = [d.get for d in self.tuner_dicts]
-        # A compiled module traces the hooks of the process into its graph, so its runs are not watched.
-        self.is_compiled = any("_orig_mod" in m._modules or m._compiled_call_impl is not None for m in modules)
-        self.watched: set[tuple] = set()  # see `mmadapt.search`
-        self.routes: set[tuple] = set()
-        self.written: dict[tuple, set[int]] = {}  # see `Buffers`
-
-    def holds(self, root: nn.Module) -> bool:
-        """Whether the same modules and parameters, and the same names of buffers, are still below `root`."""
-        if self.root_children is not root._modules:  # a shallow copy of the module shares our entry
-            return False
-        if any(self.empty) or len(self.buffers) != sum(map(len, self.buffer_dicts)):
-            return False
-        # `==` on dicts looks at identity first. Other modules are unequal then, and other parameters have no truth
-        # value, which raises, but for those of one element.
-        try:
-            if self.dicts != self.dicts_then:
-                return False
-        except RuntimeError:
-            return False
-        return all(d[name] is p for d, name, p in self.scalars)
-
-    def read(self) -> tuple:
-        """All that is compared between forward and recomputation, as plain lists; `_VALUES` and so on name them."""
-        parameters = self.parameters
-        absent = _ABSENT
-        return (
-            # Those of `_ATTRIBUTES`, by hand: this is half of what capturing costs.
-            [
-                (
-                    active.copy() if type(active := get("_active_adapter", absent)) is list else active,
-                    get("_disable_adapters", absent),
-                    scaling.copy() if type(scaling := get("scaling", absent)) is dict else scaling,
-                    get("cast_input_dtype_enabled", absent),
-                    merged.copy() if type(merged := get("merged_adapters", absent)) is list else merged,
-                    get("forward", absent),
-                )
-                for get in self.tuner_gets
-            ],
-            list(map(_read_training, self.module_dicts)),
-            list(map(_read_flag, parameters)),
-            _versions(parameters),
-            _pointers(parameters),
-            {i: h for i, d in enumerate(self.module_dicts) if any((h := _hooks_of(d))[: len(_HOOKS)])}
-            if any(self.hook_dicts)
-            else {},
-        )
-
-    def __deepcopy__(self, memo: dict) -> None:
-        return None
-
-    def __reduce__(self) -> tuple:
-        return bool, ()  # unpickles as False, without mmadapt: the copy finds its own
-
-
-_VALUES, _TRAINING, _FLAGS, _VERSIONS, _POINTERS, _HOOKED = range(6)  # the fields of `Scope.read`
-_read_training = methodcaller("get", "training")  # compiled modules have none of their own
-_read_flag = attrgetter("requires_grad")
-
-
-def scope_of(root: nn.Module) -> Scope:
-    """The scope of a module: the one kept on it while it holds, else a new one."""
-    scope = vars(root).get(_KEY)
-    if not isinstance(scope, Scope) or not scope.holds(root):
-        scope = vars(root)[_KEY] = Scope(root)
-    return scope
-
-
-_tuner_types: tuple[type, ...] = ()
-
-
-def tuner_types() -> tuple[type, ...]:
-    """PEFT's layer classes; none while nothing has imported PEFT, for then no layer of it can exist."""
-    global _tuner_types
-    if not _tuner_types and "peft" in sys.modules:
-        from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils.other import AuxiliaryTrainingWrapper
-
-        _tuner_types = BaseTunerLayer, AuxiliaryTrainingWrapper
-    return _tuner_types
-
-
-def _is_scalar(parameter: Tensor) -> bool:
-    return is_lazy(parameter) or parameter.numel() == 1
-
-
-def _same(these: Sequence[Any], those: Sequence[Any]) -> bool:
-    """Whether two sequences hold the same objects. (`==` on lists would compare tensors by value.)"""
-    return len(these) == len(those) and all(map(is_, these, those))
-
-
-def _copied(value: Any) -> Any:
-    return value.copy() if type(value) in (list, dict) else value
-
-
-def _pointers(tensors: Sequence[Tensor]) -> list[int] | None:
-    """Where the tensors' data lies; None for fake tensors, which have none."""
-    try:
-        return list(map(Tensor.data_ptr, tensors))
-    except RuntimeError:
-        return None
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int | None]:
-    try:
-        return list(map(_read_version, tensors))
-    except RuntimeError:  # some were made in inference mode, where nothing counts edits
-        return list(map(version_of, tensors))
-
-
-_read_version = attrgetter("_version")
-
-
-def version_of(tensor: Tensor | None) -> int | None:
-    return None if tensor is None or tensor.is_inference() else tensor._version
-
-
-def _hooks_of(module_dict: dict) -> list:
-    """Copies of a module's hooks, and of what says how to call them."""
-    values = [module_dict.get(name) for name in (*_HOOKS, *_HOOK_DETAILS)]
-    return [value.copy() if isinstance(value, dict) else value for value in values]
-
-
-class Buffers:
-    """The buffers below some modules at one forward, and their values before it where that forward writes them.
-
-    A forward that updates a buffer (running statistics, the vectors of a power iteration) must find the same value
-    when it is recomputed, and must not update it twice. Which buffers a forward writes shows only afterwards, so under
-    each mode (train or eval of every module) the first one keeps a copy of all; later ones of those that it wrote.
-    (Batch norm's update does not count as an edit for torch: its statistics are always copied.)
-    """
-
-    __slots__ = ("_before", "_copies", "_key", "_scopes", "_surprises", "tensors", "versions")
-
-    def __init__(self, scopes: Sequence[Scope], key: tuple) -> None:
-        self._scopes = scopes
-        self._key = key
-        self.tensors: list[list[Tensor | None]] = [[d[name] for d, name in scope.buffers] for scope in scopes]
-        self.versions = [[version_of(t) for t in tensors] for tensors in self.tensors]
-        self._surprises: list[str] = []
-        self._copies: list[dict[int, Tensor]] = []
-        for scope, tensors in zip(scopes, self.tensors, strict=True):
-            which = scope.written.get(key, set(range(len(tensors)))) | scope.statistics
-            self._copies.append({i: t.detach().clone() for i in which if (t := tensors[i]) is not None})
-
-    def forward_done(self) -> None:
-        """Note which buffers the forward wrote, and keep only their copies."""
-        for n, scope in enumerate(self._scopes):
-            edited = {
-                i
-                for i, (d, name) in enumerate(scope.buffers)
-                if d.get(name) is not self.tensors[n][i] or version_of(d.get(name)) != self.versions[n][i]
-            }
-            known = scope.written.get(self._key)
-            if known is None:
-                # By value too: `.data` and fused kernels do not count as edits. (Once, as it waits for the device.)
-                by_value = {
-                    i
-                    for i, copy in self._copies[n].items()
-                    if i not in edited and not torch.equal(copy, scope.buffers[i][0][scope.buffers[i][1]])
-                }
-                known = edited | by_value | scope.statistics
-            else:
-                self._surprises += [scope.buffers[i][1] for i in sorted(edited - known)]
-            scope.written[self._key] = edited | known
-            self._copies[n] = {i: copy for i, copy in self._copies[n].items() if i in scope.written[self._key]}
-
-    def check(self, label: str) -> None:
-        """Refuse buffers whose value at the forward is lost."""
-        edited = list(self._surprises)
-        for scope, tensors, versions, copies in zip(
-            self._scopes, self.tensors, self.versions, self._copies, strict=True
-        ):
-            edited += [
-                scope.buffers[i][1]
-                for i, (tensor, version) in enumerate(zip(tensors, versions, strict=True))
-                if i not in copies and version_of(tensor) != version
-            ]
-        if edited:
-            raise RecomputationError(
-                f"{_named(label)}: expected the buffers of its forward, but {len(edited)} were edited in place since "
-                f"it began: {_listed(edited)}. Do: edit buffers before the forward or after backward; one that a "
-                "forward updates now and then, have it updated in every forward."
-            )
-
-    def swap_in(self, undo: list[tuple[dict, str, Any]]) -> None:
-        """Put the forward's buffers in place: copies of those that it writes, so that the live ones stay untouched."""
-        for scope, tensors, copies in zip(self._scopes, self.tensors, self._copies, strict=True):
-            for i, (d, name) in enumerate(scope.buffers):
-                live = d.get(name, _ABSENT)
-                copy = copies.get(i)
-                then = tensors[i] if copy is None else copy.clone()  # a second backward needs the copy again
-                if live is not then:
-                    undo.append((d, name, live))
-                    d[name] = then
 
 
 def _read_globals() -> tuple:
@@ -404,14 +131,14 @@ class AdapterState:
     @classmethod
     def capture(cls, *modules: nn.Module) -> "AdapterState":
         """Note the state of all layers at or below `modules`."""
-        return cls._capture(modules, [scope_of(module) for module in modules])
+        return cls.capture_in(modules, [scope_of(module) for module in modules])
 
     @classmethod
-    def _capture(cls, modules: Sequence[nn.Module], scopes: Sequence[Scope]) -> "AdapterState":
+    def capture_in(cls, modules: Sequence[nn.Module], scopes: Sequence[Scope]) -> "AdapterState":
         _count_fused_steps()
         state = cls(modules, scopes)
         if any(scope.buffers for scope in scopes):
-            state._buffers = Buffers(scopes, tuple(tuple(read[_TRAINING]) for read in state._reads))
+            state._buffers = Buffers(scopes, tuple(tuple(read.training) for read in state._reads))
         state._globals = _read_globals()
         if _registered:
             state._restores = [capture() for capture in _registered]
@@ -428,7 +155,7 @@ class AdapterState:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, AdapterState):
             return NotImplemented
-        return _same(self._scopes, other._scopes) and self._reads == other._reads
+        return same(self._scopes, other._scopes) and self._reads == other._reads
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -445,13 +172,14 @@ class AdapterState:
         text = "route " + " or ".join(str(list(route)) for route in routes) if routes else "no tuner layer"
         if any(values[1] is True for values in all_values):
             text += ", adapters disabled"
-        merged = sorted({name for values in all_values if values[_MERGED] is not _ABSENT for name in values[_MERGED]})
+        merged = sorted({name for values in all_values if values[MERGED] is not ABSENT for name in values[MERGED]})
         if merged:
             text += f", merged {merged}"
-        if any(read[_HOOKED] for read in self._reads):
+        if any(read.hooks for read in self._reads):
             text += ", with hooks"
-        modes = {mode for read in self._reads for mode in read[_TRAINING]}
-        return text + ", " + "/".join("train" if mode else "eval" for mode in sorted(modes, reverse=True)) + " mode"
+        modes = {bool(mode) for read in self._reads for mode in read.training if mode is not None}
+        names = "/".join("train" if mode else "eval" for mode in sorted(modes, reverse=True))
+        return f"{text}, {names} mode"
 
     @contextmanager
     def applied(self, *, label: str = "", on_flags: OnFlags = "error") -> Iterator[None]:
@@ -497,7 +225,7 @@ class AdapterState:
     def _checked(self, label: str, on_flags: OnFlags) -> "AdapterState":
         """The live state, where this one can be brought back over it."""
         live_scopes = [scope_of(root) for root in self._roots]
-        if not _same(live_scopes, self._scopes):
+        if not same(live_scopes, self._scopes):
             self._check_replaced(live_scopes, label)
         live = AdapterState(self._roots, self._scopes)
         if live._reads != self._reads:
@@ -514,29 +242,31 @@ class AdapterState:
     ) -> None:
         """Write what differs from the live state, noting what was there before anything else can go wrong."""
         for scope, then, now in zip(self._scopes, self._reads, live._reads, strict=True):
-            for d, values, found in zip(scope.tuner_dicts, then[_VALUES], now[_VALUES], strict=True):
-                for name, value, live_value in zip(_ATTRIBUTES, values, found, strict=True):
+            for d, values, found in zip(scope.tuner_dicts, then.values, now.values, strict=True):
+                for name, value, live_value in zip(ATTRIBUTES, values, found, strict=True):
                     if value != live_value:
-                        undo.append((d, name, d.get(name, _ABSENT)))
-                        _write(d, name, _copied(value))
-            for d, mode, live_mode in zip(scope.module_dicts, then[_TRAINING], now[_TRAINING], strict=True):
+                        undo.append((d, name, d.get(name, ABSENT)))
+                        _write(d, name, copied(value))
+            for d, mode, live_mode in zip(scope.module_dicts, then.training, now.training, strict=True):
                 if mode is not live_mode:
                     undo.append((d, "training", live_mode))
                     d["training"] = mode
-            for i in then[_HOOKED].keys() | now[_HOOKED].keys():
-                if then[_HOOKED].get(i) != now[_HOOKED].get(i):
+            for i in then.hooks.keys() | now.hooks.keys():
+                if then.hooks.get(i) != now.hooks.get(i):
                     d = scope.module_dicts[i]
-                    none = [OrderedDict() if name in _HOOKS else d.get(name) for name in (*_HOOKS, *_HOOK_DETAILS)]
-                    for name, value in zip((*_HOOKS, *_HOOK_DETAILS), then[_HOOKED].get(i, none), strict=True):
-                        undo.append((d, name, d.get(name, _ABSENT)))
+                    none: list[Any] = [
+                        OrderedDict() if name in HOOKS else d.get(name) for name in (*HOOKS, *HOOK_DETAILS)
+                    ]
+                    for name, value in zip((*HOOKS, *HOOK_DETAILS), then.hooks.get(i, none), strict=True):
+                        undo.append((d, name, d.get(name, ABSENT)))
                         d[name] = value.copy() if isinstance(value, dict) else value
-            for parameter, flag, live_flag in zip(scope.parameters, then[_FLAGS], now[_FLAGS], strict=True):
+            for parameter, flag, live_flag in zip(scope.parameters, then.flags, now.flags, strict=True):
                 if flag != live_flag:
                     flipped.append((parameter, live_flag))
                     parameter.requires_grad_(flag)
 
     def _tuner_values(self) -> list[tuple]:
-        return [values for read in self._reads for values in read[_VALUES]]
+        return [values for read in self._reads for values in read.values]
 
     def _check_replaced(self, live_scopes: Sequence[Scope], label: str) -> None:
         """Refuse a model whose layers or parameters are no longer those of the forward; allow mere additions."""
@@ -550,56 +280,59 @@ class AdapterState:
                 what = "tuner layers were added to it"
             if what:
                 raise RecomputationError(
-                    f"{_named(label)}: expected the layers of the forward at the recomputation, but {what}. "
+                    f"{cannot_recompute(label)}: expected the layers of the forward at the recomputation, but {what}. "
                     f"At forward: {self.describe()}. Do: change the model before the forward or after backward."
                 )
 
     def _check_merged(self, live: "AdapterState", label: str) -> None:
         for then, now in zip(self._tuner_values(), live._tuner_values(), strict=True):
-            if _names(then[_MERGED]) != _names(now[_MERGED]):
+            if _names(then[MERGED]) != _names(now[MERGED]):
                 raise RecomputationError(
-                    f"{_named(label)}: adapters merged at forward: {_names(then[_MERGED])}, at the recomputation: "
-                    f"{_names(now[_MERGED])}. A merge edits the base weight in place and cannot be undone for a "
-                    f"recomputation. At forward: {self.describe()}; found: {live.describe()}. "
+                    f"{cannot_recompute(label)}: adapters merged at forward: {_names(then[MERGED])}, at the "
+                    f"recomputation: {_names(now[MERGED])}. A merge edits the base weight in place and cannot "
+                    f"be undone for a recomputation. At forward: {self.describe()}; found: {live.describe()}. "
                     "Do: merge or unmerge before the forward or after backward."
                 )
 
     def _check_flags(self, live: "AdapterState", label: str) -> None:
-        lost = self._parameters_where(live, _FLAGS, lambda then, now: then and not now)
+        lost = self._parameters_where(live, "flags", lambda then, now: then and not now)
         if lost:
             raise RecomputationError(
-                f"{_named(label)}: {len(lost)} parameters required grad at forward and do not at the recomputation, so "
-                f"autograd would drop their gradients: {_listed(lost)}. At forward: {self.describe()}; found: "
-                f"{live.describe()}. Likely cause: PEFT's set_adapter was called in between, which freezes the "
-                "adapters that it deactivates. Do: switch with AdapterBank.active, which writes no flag, or set "
-                'requires_grad of all trainable adapters again after each switch, or pass on_flags="follow" to accept '
+                f"{cannot_recompute(label)}: {len(lost)} parameters required grad at forward and do not at the "
+                f"recomputation, so autograd would drop their gradients: {listed(lost)}. At forward: "
+                f"{self.describe()}; found: {live.describe()}. Likely cause: PEFT's set_adapter was called in "
+                "between, which freezes the adapters that it deactivates. Do: switch with AdapterBank.active, which "
+                "writes no flag, or set requires_grad of all trainable adapters again after each switch, or pass "
+                'on_flags="follow" to accept '
                 "that these parameters get no gradient."
             )
 
     def _check_edited(self, live: "AdapterState", label: str) -> None:
         """Without checkpointing, autograd itself refuses a tensor that it saved and that was then edited in place."""
-        edited = self._parameters_where(live, _VERSIONS)
-        moved = [name for name in self._parameters_where(live, _POINTERS) if name not in edited]
+        edited = self._parameters_where(live, "versions")
+        moved = [name for name in self._parameters_where(live, "pointers") if name not in edited]
         for names, what in (
             (edited, "were edited in place since its forward (an optimizer step, load_state_dict)"),
             (moved, "were given other data since its forward (`.data = ...`, a change of dtype or device)"),
         ):
             if names:
                 raise RecomputationError(
-                    f"{_named(label)}: {len(names)} parameters {what}, so it would compute something else: "
-                    f"{_listed(names)}. At forward: {self.describe()}. "
+                    f"{cannot_recompute(label)}: {len(names)} parameters {what}, so it would compute something else: "
+                    f"{listed(names)}. At forward: {self.describe()}. "
                     "Do: call backward before the edit, or run the forward after it."
                 )
 
     def _parameters_where(
-        self, live: "AdapterState", field: int, differs: Callable[[Any, Any], bool] = lambda then, now: then != now
+        self, live: "AdapterState", field: str, differs: Callable[[Any, Any], bool] = lambda then, now: then != now
     ) -> list[str]:
         """Names of the parameters whose `field` differs, but for those that the forward did not use."""
         found = [
             parameter
             for scope, then, now in zip(self._scopes, self._reads, live._reads, strict=True)
-            if then[field] is not None and now[field] is not None
-            for parameter, before, after in zip(scope.parameters, then[field], now[field], strict=True)
+            if getattr(then, field) is not None and getattr(now, field) is not None
+            for parameter, before, after in zip(
+                scope.parameters, getattr(then, field), getattr(now, field), strict=True
+            )
             if differs(before, after)
         ]
         if not found:
@@ -624,19 +357,11 @@ class AdapterState:
 
 
 def _names(value: Any) -> list[str]:
-    return [] if value is _ABSENT else [value] if isinstance(value, str) else list(value)
-
-
-def _named(label: str) -> str:
-    return f"cannot recompute {label}" if label else "cannot recompute"
-
-
-def _listed(names: Sequence[str], most: int = 4) -> str:
-    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+    return [] if value is ABSENT else [value] if isinstance(value, str) else list(value)
 
 
 def _write(attributes: dict, name: str, value: Any) -> None:
-    if value is _ABSENT:
+    if value is ABSENT:
         attributes.pop(name, None)
     else:
         attributes[name] = value

@@ -45,7 +45,8 @@ def train(cfg: Any, *, show: bool = True) -> dict[str, Any]:
     """
     # imported here: `--help` and `--cfg job` need neither torch nor Lightning
     from mmadapt.build import settled
-    from mmadapt.report import print_report, summarise, write_json
+    from mmadapt.files import write_json
+    from mmadapt.report import print_report, summarise
     from mmadapt.stages import Stages
 
     with settled():

@@ -194,7 +194,7 @@ def _trainer(trainer: Mapping[str, Any], where: str) -> None:
 
 
 def _plan(plan: Mapping[str, Any]) -> None:
-    from mmadapt.checkpointing import CheckpointPlan
+    from mmadapt.plans import CheckpointPlan
 
     valid = [field.name for field in dataclasses.fields(CheckpointPlan)]
     check_names("checkpointing", plan, [*valid, "_target_"], "These are the fields of CheckpointPlan.")

@@ -1,7 +1,7 @@
 import torch
 
-from mmadapt.checkpointing import CheckpointPlan
 from mmadapt.memory import compare_plans, held_bytes
+from mmadapt.plans import CheckpointPlan
 from tests.toys import toy_batch, toy_model
 
 PLANS = {"with": CheckpointPlan(), "without": CheckpointPlan(enabled=False)}

@@ -15,12 +15,14 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import statistics
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from mmadapt.files import write_json
+from mmadapt.machine import machine_and_versions
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "tests/results/accuracy.json"
@@ -130,11 +132,11 @@ def main() -> int:
     ]
     groups = [] if args.show else [group for group in groups if group]
     if groups:
-        content |= _machine()
+        content |= machine_and_versions("lightning", "scikit-learn", "seglearn")
         with multiprocessing.get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:
             for finished, results in enumerate(pool.imap_unordered(_run_group, groups, chunksize=1), start=1):
                 content["runs"] += results
-                _write(args.results, content)
+                write_json(content, args.results)
                 last = results[-1]
                 print(f"{finished}/{len(groups)}: fold {last['fold']}, seed {last['seed']}, "
                       f"{sum(r['seconds'] for r in results):.0f} s", flush=True)  # fmt: skip
@@ -152,23 +154,6 @@ def main() -> int:
 
 def _run_group(group: list[tuple[str, int, int, str]]) -> list[dict[str, Any]]:
     return [run(task) for task in group]
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(content, indent=1) + "\n")
-    temporary.replace(path)
-
-
-def _machine() -> dict[str, Any]:
-    from importlib.metadata import version
-
-    names = ("torch", "peft", "timm", "lightning", "scikit-learn", "seglearn")
-    return {
-        "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in names}},
-    }
 
 
 if __name__ == "__main__":
