@@ -46,6 +46,7 @@ class AdapterBank:
         self._peft: PeftModel | None = None
         self._trainable: dict[str, bool] = {}
         self._routes: dict[str, tuple[str, ...]] = dict.fromkeys(modalities, ())
+        self._invoked: dict[str, str] = {}  # modality -> the adapter whose invocation tokens PEFT looks for (aLoRA)
         self._cache: TunerLayers | None = None
 
     @property
@@ -105,6 +106,7 @@ class AdapterBank:
         """
         self._check_name(name)
         self._check_config(name, config)
+        self._check_invocation(name, config, modality)
         self._inject(name, config)
         try:
             self._check_targets(name)
@@ -131,6 +133,7 @@ class AdapterBank:
         self._check_name(name)
         config, weights = read_adapter(Path(path).expanduser())
         self._check_config(name, config)
+        self._check_invocation(name, config, modality)
         config.inference_mode = not trainable
         try:
             self._inject(name, config)
@@ -205,6 +208,8 @@ class AdapterBank:
         the batch, each row runs under the route of its own modality, in training too (see `mmadapt.rows`); the inputs
         of all adapted layers must then have the rows in front.
 
+        For aLoRA, `model` looks for the invocation tokens of the modality's adapter.
+
         Raises:
             ValueError: an unknown modality; both or none of the arguments; layers whose rows cannot run apart.
         """
@@ -212,6 +217,11 @@ class AdapterBank:
             raise ValueError(f"active: expected a modality or rows=[...], got modality={modality!r} and rows={rows!r}")
         layers = self._layers()
         if rows is not None:
+            if self._invoked:
+                raise ValueError(
+                    f"active(rows=...): expected adapters without invocation tokens, got {list(self._invoked.values())}"
+                    " (aLoRA), for which PEFT looks in all rows of a batch. Do: one forward per modality."
+                )
             with layers.rows_routed(RowRoutes(rows, self._routes)):
                 yield
             return
@@ -219,9 +229,13 @@ class AdapterBank:
         route = self.route(modality)
         suspended = layers.suspend_rows()
         before = layers.activate(route)
+        if invoked := self._invoked.get(modality):
+            looked_for, self.model.active_adapter = self.model.active_adapter, invoked
         try:
             yield
         finally:
+            if invoked:
+                self.model.active_adapter = looked_for
             layers.restore(before)
             for d, forward in suspended:
                 d["forward"] = forward
@@ -285,6 +299,8 @@ class AdapterBank:
         self._trainable[name] = trainable
         for each in [modality] if isinstance(modality, str) else modality:
             self._routes[each] = (*self._routes.get(each, ()), name)
+            if self._invocation(name):
+                self._invoked[each] = name
         self._write_flags()
 
     def _write_flags(self) -> None:
@@ -336,6 +352,20 @@ class AdapterBank:
                 f"adapter {name!r}: expected the family of the adapters there, {families.pop()}, got "
                 f"{config.peft_type!s}. PEFT holds one family per model."
             )
+
+    def _check_invocation(self, name: str, config: PeftConfig, modality: str | Sequence[str]) -> None:
+        """Refuse what PEFT would get wrong: it looks for one sequence of invocation tokens in a forward."""
+        tokens = getattr(config, "alora_invocation_tokens", None)
+        for each in [modality] if isinstance(modality, str) else modality:
+            there = self._invoked.get(each)
+            if tokens and there and list(tokens) != list(self._invocation(there) or ()):
+                raise ValueError(
+                    f"adapter {name!r}: expected the alora_invocation_tokens of {there!r} on the route of {each!r}, "
+                    f"{self._invocation(there)}, got {tokens}. PEFT looks for one sequence in a forward."
+                )
+
+    def _invocation(self, name: str) -> Sequence[int] | None:
+        return getattr(self.model.peft_config[name], "alora_invocation_tokens", None)
 
     def _check_targets(self, name: str) -> None:
         targets = self.targets(name)
