@@ -7,7 +7,7 @@ switch writes the active adapters of a cached list of tuner layers and nothing e
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,52 @@ class AdapterBank:
         self._routes: dict[str, tuple[str, ...]] = dict.fromkeys(modalities, ())
         self._invoked: dict[str, str] = {}  # modality -> the adapter whose invocation tokens PEFT looks for (aLoRA)
         self._cache: TunerLayers | None = None
+
+    @classmethod
+    def from_peft(
+        cls,
+        model: PeftModel,
+        routes: Mapping[str, Sequence[str]],
+        trainable: Sequence[str],
+        *,
+        freeze: bool = True,
+    ) -> "AdapterBank":
+        """A bank over the adapters of a PeftModel that is there already, the same object, which keeps its layers.
+
+        routes: the adapters of each modality, in order. trainable: which adapters train; the others are frozen.
+        freeze: as in the constructor. Afterwards no adapter is active outside of `active`.
+
+        Raises:
+            ValueError: no PeftModel, adapters that it does not have or that PEFT cannot save, one without a route.
+        """
+        if not isinstance(model, PeftModel):
+            raise ValueError(f"AdapterBank.from_peft: expected a peft.PeftModel, got {type(model).__name__}")
+        used = dict.fromkeys(name for route in routes.values() for name in route)
+        for name in (*used, *trainable):
+            if name not in model.peft_config:
+                raise ValueError(unknown("AdapterBank.from_peft: adapter", name, model.peft_config))
+        if idle := [name for name in model.peft_config if name not in used]:
+            raise ValueError(
+                f"AdapterBank.from_peft: expected a route for each adapter, got none for {idle}. "
+                "Do: name them in routes, or delete them with model.delete_adapter."
+            )
+        bank = cls(model.get_base_model(), tuple(routes), freeze=False)
+        bank._peft = model
+        for name in used:
+            config = model.peft_config[name]
+            modalities = [modality for modality, route in routes.items() if name in route]
+            bank._check_config(name, config)
+            bank._check_invocation(name, config, modalities)
+            bank._declare(name, modalities, name in trainable)
+        bank._check_savable()
+        bank._routes = {modality: tuple(route) for modality, route in routes.items()}
+        bank.freeze = freeze
+        adapted = {id(p) for name in used for _, p in adapter_parameters(bank.backbone, name)}
+        base = [p for p in bank.backbone.parameters() if id(p) not in adapted]
+        bank._base_flags = [(p, p.requires_grad and not freeze) for p in base]
+        bank._write_flags()
+        bank._layers().activate(())
+        return bank
 
     @property
     def model(self) -> PeftModel:
@@ -114,7 +160,8 @@ class AdapterBank:
         except ValueError:
             self._eject(name)
             raise
-        self._register(name, modality, trainable)
+        self._declare(name, modality, trainable)
+        self._write_flags()
 
     def load(
         self,
@@ -158,7 +205,8 @@ class AdapterBank:
             raise ValueError(
                 f"adapter folder {path}: expected tensors of this backbone's shapes, got: {error}"
             ) from error
-        self._register(name, modality, trainable)
+        self._declare(name, modality, trainable)
+        self._write_flags()
 
     def save(self, name: str, folder: str | Path) -> Path:
         """Write one adapter in PEFT's format, whole or not at all; returns the folder.
@@ -295,13 +343,12 @@ class AdapterBank:
             vars(self.backbone).pop("peft_config", None)  # PEFT's note on the model that it wrapped
         self._write_flags()
 
-    def _register(self, name: str, modality: str | Sequence[str], trainable: bool) -> None:
+    def _declare(self, name: str, modality: str | Sequence[str], trainable: bool) -> None:
         self._trainable[name] = trainable
         for each in [modality] if isinstance(modality, str) else modality:
             self._routes[each] = (*self._routes.get(each, ()), name)
             if self._invocation(name):
                 self._invoked[each] = name
-        self._write_flags()
 
     def _write_flags(self) -> None:
         """The one place that writes `requires_grad`: as declared, since PEFT wrote its own on adding."""

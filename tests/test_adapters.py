@@ -392,3 +392,60 @@ def test_a_bank_that_does_not_freeze_leaves_the_flags_of_the_backbone():
         if "lora_" not in n
     )
     assert not any(p.requires_grad for _, p in bank.parameters("rgb"))
+
+
+# ---- a PeftModel that is there already
+
+
+def peft_model() -> PeftModel:
+    torch.manual_seed(0)
+    config = LoraConfig(r=2, target_modules=["attn.qkv"], init_lora_weights=False)
+    model = get_peft_model(make_backbone("timm"), config, adapter_name="rgb")
+    for name in ("rgb_ft", "depth", "depth_ft"):
+        model.add_adapter(name, config)
+    return model
+
+
+ROUTES = {"rgb": ["rgb", "rgb_ft"], "depth": ["depth", "depth_ft"], "plain": []}
+
+
+def test_a_bank_over_a_peft_model_that_is_there():
+    model = peft_model()
+    x = torch.randn(2, 3, 8, 8)
+    expected = {}
+    with torch.no_grad():
+        for modality in ("rgb", "depth"):
+            model.base_model.set_adapter(ROUTES[modality])
+            expected[modality] = model(x)
+        with model.disable_adapter():
+            expected["plain"] = model(x)
+    bank = AdapterBank.from_peft(model, ROUTES, trainable=["rgb_ft", "depth_ft"])
+    assert bank.model is model
+    assert (bank.names, bank.trainable) == (("rgb", "rgb_ft", "depth", "depth_ft"), ("rgb_ft", "depth_ft"))
+    with torch.no_grad():
+        for modality, output in expected.items():
+            with bank.active(modality):
+                assert torch.equal(model(x), output)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {name for name, _ in model.named_parameters() if "_ft." in name}
+    assert trained
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m, r, t: (m.get_base_model(), r, t), "expected a peft.PeftModel, got VisionTransformer"),
+        (lambda m, r, t: (m, r | {"rgb": ["rgb", "rbg_ft"]}, t), "got 'rbg_ft'. Did you mean 'rgb_ft'?"),
+        (lambda m, r, t: (m, r, ["detph_ft"]), "got 'detph_ft'. Did you mean 'depth_ft'?"),
+        (
+            lambda m, r, t: (m, {"rgb": ["rgb", "rgb_ft"]}, t[:1]),
+            r"a route for each adapter, got none for \['depth', 'd",
+        ),
+    ],
+)
+def test_a_bank_over_a_peft_model_refuses_and_changes_nothing(change, message):
+    model = peft_model()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=message):
+        AdapterBank.from_peft(*change(model, ROUTES, ["rgb_ft", "depth_ft"]))
+    assert_same(snapshot(model), before)
