@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from mmadapt.errors import RecomputationError
 from mmadapt.scopes import Scope, scope_of, tuner_types, version_of
 from mmadapt.search import UNBOUND, cell_content, cells_of, find_modules, is_known, note_route, watching
-from mmadapt.state import AdapterState, OnFlags
+from mmadapt.state import AdapterState, OnFlags, has_registered
 
 __all__ = ["checkpoint"]
 
@@ -55,8 +55,8 @@ def checkpoint(
     label: the block's name in errors; by default the function's class or name.
 
     The recomputation also gets the hooks, buffers, modes, context variables, closure variables, attention kernels and
-    default dtype of its forward, and what `register_state` adds. Where no PEFT was imported and no module found has
-    buffers, it is torch's own checkpoint.
+    default dtype of its forward, and what `register_state` adds. Where no PEFT was imported, nothing was registered and
+    no module found has buffers, it is torch's own checkpoint.
 
     Raises:
         ValueError: a PEFT layer runs that was not found, or an argument that torch refuses.
@@ -210,12 +210,14 @@ def _refuse_foreign_recomputation(scopes: Sequence[Scope], label: str) -> None:
 
 
 def _scopes_with_state(roots: Sequence[nn.Module], is_searched: bool) -> list[Scope] | None:
-    """The scopes of the modules, if they may run PEFT layers (found or not) or have buffers; else None.
+    """The scopes of the modules, if there is something to restore; else None.
+
+    There is if they may run PEFT layers (found or not), if they have buffers, or if `register_state` adds something.
 
     Without either the call is left to torch's own checkpoint, at its speed and with its limits.
     """
     scopes = [scope_of(root) for root in roots]
-    if (tuner_types() and (roots or is_searched)) or any(scope.buffers for scope in scopes):
+    if (tuner_types() and (roots or is_searched)) or has_registered() or any(scope.buffers for scope in scopes):
         return scopes
     return None
 

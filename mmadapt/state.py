@@ -108,6 +108,10 @@ def register_state(capture: Callable[[], Restore]) -> StateHandle:
     return StateHandle(capture)
 
 
+def has_registered() -> bool:
+    return bool(_registered)
+
+
 class AdapterState:
     """The state of all layers below some modules at the moment of `capture`.
 

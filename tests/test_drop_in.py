@@ -6,8 +6,8 @@ import pickle
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import mmadapt.checkpointing
-from mmadapt import AdapterBank, RecomputationError, checkpoint
+from mmadapt import AdapterBank, RecomputationError, checkpoint, register_state
 from tests.programs import DIM, assert_same, make_bank, make_tokens, snapshot
 
 MODES = pytest.mark.parametrize("reentrant", [False, True])
@@ -388,6 +388,34 @@ def test_without_adapters_it_is_torchs(monkeypatch):
     checkpoint(block, x).sum().backward()
     checkpoint(torch.sin, x, modules=()).sum().backward()
     assert given == [block, torch.sin]
+
+
+@MODES
+def test_without_adapters_registered_state_is_restored(monkeypatch, reentrant):
+    """A library of adapters that is not PEFT, in a process without PEFT."""
+    monkeypatch.setattr(mmadapt.checkpointing, "tuner_types", lambda: ())
+    scale = [2.0]
+
+    @contextmanager
+    def under(value: float) -> Iterator[None]:
+        scale[0], before = value, scale[0]
+        try:
+            yield
+        finally:
+            scale[0] = before
+
+    def gradient() -> Tensor:
+        x = torch.ones(2, requires_grad=True)
+        with under(5.0):
+            y = checkpoint(lambda x: (x * scale[0]).sin(), x, use_reentrant=reentrant)
+        y.sum().backward()
+        return x.grad
+
+    expected = 5 * torch.full((2,), 5.0).cos()
+    assert not torch.allclose(gradient(), expected)
+    handle = register_state(lambda: functools.partial(under, scale[0]))
+    assert torch.allclose(gradient(), expected)
+    handle.remove()
 
 
 def test_modules_to_save_follow_their_forward():
