@@ -10,8 +10,7 @@ function is wrapped so that its first run notes the adapter state and every late
 The wrapping is the same for both of torch's modes, as both call the function a second time.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import Context, ContextVar, copy_context
 from types import CellType
 from typing import Any
@@ -24,7 +23,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from mmadapt.errors import RecomputationError
 from mmadapt.scopes import Scope, scope_of, tuner_types, version_of
-from mmadapt.search import UNBOUND, cell_content, cells_of, find_modules, is_known, note_route, watching
+from mmadapt.search import UNBOUND, cell_content, cells_of, find_modules, is_known, note_run, watching
 from mmadapt.state import AdapterState, OnFlags, has_registered
 
 __all__ = ["checkpoint"]
@@ -73,14 +72,13 @@ def checkpoint(
         roots = (modules,) if isinstance(modules, nn.Module) else tuple(modules)
     label = label or _name(function)
     scopes = None if torch.compiler.is_compiling() else _scopes_with_state(roots, modules is None)
-    if scopes is not None:
-        note_route(scopes)
+    key = () if scopes is None else note_run(function, scopes)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if scopes is not None:
         is_fixed = modules is not None or isinstance(function, nn.Module)  # anything else may reach other globals
-        is_watched = not (is_fixed and is_known(function, scopes)) and not any(s.is_compiled for s in scopes)
-        function = _Run(function, roots, scopes, is_watched, label, on_flags, preserve_rng_state)
+        is_watched = not (is_fixed and is_known(key, scopes)) and not any(s.is_compiled for s in scopes)
+        function = _Run(function, roots, scopes, key if is_watched else None, label, on_flags, preserve_rng_state)
     if use_reentrant:
         return _reentrant(function, roots, args, kwargs, preserve_rng_state)
     return torch_checkpoint(
@@ -102,7 +100,6 @@ class _Run:
         "cells",
         "context",
         "function",
-        "is_watched",
         "label",
         "on_flags",
         "preserve_rng_state",
@@ -110,6 +107,7 @@ class _Run:
         "scopes",
         "state",
         "versions",
+        "watched",
     )
 
     def __init__(
@@ -117,7 +115,7 @@ class _Run:
         function: Callable[..., Any],
         roots: tuple[nn.Module, ...],
         scopes: Sequence[Scope],
-        is_watched: bool,
+        watched: tuple | None,
         label: str,
         on_flags: OnFlags,
         preserve_rng_state: bool,
@@ -125,7 +123,7 @@ class _Run:
         self.function = function
         self.roots = roots
         self.scopes: Sequence[Scope] | None = scopes  # at the forward
-        self.is_watched = is_watched
+        self.watched = watched
         self.label = label
         self.on_flags = on_flags
         self.preserve_rng_state = preserve_rng_state
@@ -151,14 +149,15 @@ class _Run:
             _refuse_foreign_recomputation(scopes, self.label)
         # Set before the run: a gradient taken in the function recomputes parts of it there and then.
         self.state = AdapterState.capture_in(self.roots, scopes)
-        with _named_mismatch(self):
-            result = self._watched(scopes, args, kwargs) if self.is_watched else self.function(*args, **kwargs)
+        with _NamedMismatch(self):
+            result = self._run_watched(scopes, args, kwargs) if self.watched else self.function(*args, **kwargs)
         self.state.forward_done()
         return result
 
-    def _watched(self, scopes: Sequence[Scope], args: tuple, kwargs: dict) -> Any:
+    def _run_watched(self, scopes: Sequence[Scope], args: tuple, kwargs: dict) -> Any:
         random = None if self.preserve_rng_state else _random_states()
-        with watching(self.function, scopes, self.label):
+        assert self.watched is not None
+        with watching(self.watched, scopes, self.label):
             result = self.function(*args, **kwargs)
             if random is not None and not all(map(torch.equal, random, _random_states())):
                 raise ValueError(
@@ -222,23 +221,36 @@ def _scopes_with_state(roots: Sequence[nn.Module], is_searched: bool) -> list[Sc
     return None
 
 
-@contextmanager
-def _named_mismatch(run: _Run) -> Iterator[None]:
-    """Say in torch's CheckpointError, which is raised in backward, which block and states it is about.
+class _NamedMismatch:
+    """Says in torch's CheckpointError, which is raised in backward, which block and states it is about.
 
     torch recomputes when a saved tensor is unpacked, in a hook that is the innermost one here; the one that stands in
-    for it calls it and adds to what it raises.
+    for it, in the body, calls it and adds to what it raises.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:  # reentrant mode saves nothing in a forward
-        yield
-        return
-    pack, unpack = hooks
 
-    def named_unpack(held: Any) -> Tensor:
+    __slots__ = ("hooks", "run", "unpack")
+
+    def __init__(self, run: _Run) -> None:
+        self.run = run
+
+    def __enter__(self) -> None:
+        self.hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None:  # reentrant mode saves nothing in a forward
+            pack, self.unpack = hooks
+            self.hooks = torch.autograd.graph.saved_tensors_hooks(pack, self.named_unpack)
+            self.hooks.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        hooks, self.hooks = self.hooks, None  # they hold this object: a cycle would keep what the graph saved
+        if hooks is not None:
+            hooks.__exit__(*error)
+
+    def named_unpack(self, held: Any) -> Tensor:
         try:
-            return unpack(held)
+            return self.unpack(held)
         except CheckpointError as error:
+            run = self.run
             if run.state is None or isinstance(error, RecomputationMismatch):
                 raise
             found = AdapterState.capture(*run.roots)
@@ -246,9 +258,6 @@ def _named_mismatch(run: _Run) -> Iterator[None]:
                 f"cannot recompute {run.label}: torch found another computation than at its forward. "
                 f"At forward: {run.state.describe()}; found now: {found.describe()}. {error}"
             ) from error
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, named_unpack):
-        yield
 
 
 def versions_in(args: tuple, kwargs: dict) -> list[int | None]:

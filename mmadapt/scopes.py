@@ -6,7 +6,7 @@ parts once; each use checks that they are still in place, because users also cal
 
 import sys
 from collections.abc import Sequence
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -42,12 +42,16 @@ HOOK_DETAILS = (
 class Reading(NamedTuple):
     """All that is compared between a forward and its recomputation, in the order of the scope's lists."""
 
-    values: list[tuple]  # `ATTRIBUTES` of each tuner layer
+    values: list[tuple]  # `ATTRIBUTES` of each tuner layer; these four can be written back
     training: list[bool | None]  # of each module
+    hooks: dict[int, list]  # of the modules that have any
     flags: list[bool]  # requires_grad of each parameter
     versions: list[int | None]  # how often each parameter was edited in place
     pointers: list[int] | None  # where the data of each parameter lies
-    hooks: dict[int, list]  # of the modules that have any
+
+
+# They have no forward: their hooks decide nothing.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class Scope:
@@ -97,7 +101,8 @@ class Scope:
         norms = {id(m._buffers) for m in modules if isinstance(m, _NormBase)}
         self.statistics = {i for i, (d, _) in enumerate(self.buffers) if id(d) in norms}
         self.module_dicts = [vars(m) for m in modules]
-        self.hook_dicts = [vars(m).get(kind) for m in modules for kind in HOOKS]
+        runnable = [vars(m) for m in modules if type(m) not in _CONTAINERS]
+        self.hook_dicts = [hooks for d in runnable for kind in HOOKS if (hooks := d.get(kind)) is not None]
         self.tuners = [m for m in modules if isinstance(m, types)] if types else []
         self.tuner_dicts = [vars(m) for m in self.tuners]
         self.tuner_gets = [d.get for d in self.tuner_dicts]
@@ -122,11 +127,14 @@ class Scope:
             return False
         return all(d[name] is p for d, name, p in self.scalars)
 
-    def read(self) -> "Reading":
+    def read(self) -> Reading:
         """What holds at this moment."""
-        parameters = self.parameters
+        return Reading(*self.read_settings(), versions_of(self.parameters), pointers_of(self.parameters))
+
+    def read_settings(self) -> tuple[list[tuple], list[bool | None], dict[int, list], list[bool]]:
+        """The first four fields of a reading."""
         absent = ABSENT
-        return Reading(
+        return (
             # Those of `ATTRIBUTES`, by hand: this is half of what capturing costs.
             [
                 (
@@ -139,14 +147,18 @@ class Scope:
                 )
                 for get in self.tuner_gets
             ],
-            list(map(_read_training, self.module_dicts)),
-            list(map(_read_flag, parameters)),
-            versions_of(parameters),
-            pointers_of(parameters),
+            self._read_training(),
             {i: h for i, d in enumerate(self.module_dicts) if any((h := hooks_of(d))[: len(HOOKS)])}
             if any(self.hook_dicts)
             else {},
+            list(map(_read_flag, self.parameters)),
         )
+
+    def _read_training(self) -> list[bool | None]:
+        try:
+            return list(map(_read_mode, self.module_dicts))
+        except KeyError:  # compiled modules have none of their own
+            return [d.get("training") for d in self.module_dicts]
 
     def __deepcopy__(self, memo: dict) -> None:
         return None
@@ -155,7 +167,7 @@ class Scope:
         return bool, ()  # unpickles as False, without mmadapt: the copy finds its own
 
 
-_read_training = methodcaller("get", "training")  # compiled modules have none of their own
+_read_mode = itemgetter("training")
 _read_flag = attrgetter("requires_grad")
 
 

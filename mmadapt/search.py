@@ -98,37 +98,33 @@ def cell_content(cell: CellType) -> Any:
         return UNBOUND
 
 
-def is_known(function: Any, scopes: Sequence[Scope]) -> bool:
+def note_run(function: Any, scopes: Sequence[Scope]) -> tuple:
+    """Keep with each module under which adapters it runs; returns what `is_known` and `watching` know this run by."""
+    routes = []
+    for scope in scopes:
+        gets = scope.tuner_gets
+        route = tuple(gets[0]("_active_adapter", ())) if gets else ()
+        scope.routes.add(route)
+        routes.append(route)
+    modes = [scope.module_dicts[0].get("training") if scope.module_dicts else None for scope in scopes]
+    return getattr(function, "__code__", type(function)), *modes, *routes
+
+
+def is_known(key: tuple, scopes: Sequence[Scope]) -> bool:
     """Whether a run of this function, as far as its code goes, has been watched under the adapters and mode of now.
 
     Modules run the same layers in each step under the same adapters and mode, so one watched run tells for all.
     """
-    return bool(scopes) and _key(function, scopes) in scopes[0].watched
-
-
-def note_route(scopes: Sequence[Scope]) -> None:
-    """Keep with each module under which adapters it has been run."""
-    for scope in scopes:
-        scope.routes.add(_route(scope))
-
-
-def _route(scope: Scope) -> tuple:
-    return tuple(tuple(d.get("_active_adapter", ())) for d in scope.tuner_dicts[:1])
-
-
-def _key(function: Any, scopes: Sequence[Scope]) -> tuple:
-    modes = [d.get("training") for scope in scopes for d in scope.module_dicts[:1]]
-    return getattr(function, "__code__", type(function)), *modes, *map(_route, scopes)
+    return bool(scopes) and key in scopes[0].watched
 
 
 @contextmanager
-def watching(function: Any, scopes: Sequence[Scope], name: str) -> Iterator[None]:
+def watching(key: tuple, scopes: Sequence[Scope], name: str) -> Iterator[None]:
     """Run the body and refuse a tuner layer that is in none of the scopes, or under a checkpoint of torch's in it.
 
     Raises:
         ValueError: such a layer is about to run.
     """
-    key = _key(function, scopes)
     known = {id(tuner) for scope in scopes for tuner in scope.tuners}
     types, thread = tuner_types(), threading.get_ident()
 

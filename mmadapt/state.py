@@ -220,9 +220,8 @@ class AdapterState:
                 for parameter, flag in flipped:
                     parameter.requires_grad_(flag)
                 # What the function itself writes; stopped early, it does not come to undo it.
-                after = AdapterState(self._roots, self._scopes)
-                if after._reads != live._reads:
-                    live._write_over(after, [], [])
+                if [scope.read_settings() for scope in self._scopes] != [read[:4] for read in live._reads]:
+                    live._write_over(AdapterState(self._roots, self._scopes), [], [])
                 if self._globals and globals_now != self._globals:
                     _write_globals(globals_now)
 
