@@ -16,8 +16,9 @@ class Buffers:
     """The buffers below some modules at one forward, and their values before it where that forward writes them.
 
     A forward that updates a buffer (running statistics, the vectors of a power iteration) must find the same value
-    when it is recomputed, and must not update it twice. Which buffers a forward writes shows only afterwards, so under
-    each mode (train or eval of every module) the first one keeps a copy of all; later ones of those that it wrote.
+    when it is recomputed, and must not update it twice. Which buffers a forward edits in place shows only afterwards,
+    so under each mode (train or eval of every module) the first one keeps a copy of all; later ones of those that it
+    edited. One that is replaced by another tensor (a cache that grows) needs no copy.
     (Batch norm's update does not count as an edit for torch: its statistics are always copied.)
     """
 
@@ -32,23 +33,20 @@ class Buffers:
         self._copies: list[dict[int, Tensor]] = []
         for scope, tensors in zip(scopes, self.tensors, strict=True):
             which = scope.written.get(key, set(range(len(tensors)))) | scope.statistics
-            self._copies.append({i: t.detach().clone() for i in which if (t := tensors[i]) is not None})
+            self._copies.append(_copied_together({i: t for i in which if (t := tensors[i]) is not None}))
 
     def forward_done(self) -> None:
-        """Note which buffers the forward wrote, and keep only their copies."""
+        """Note which buffers the forward edited, and keep only their copies."""
         for n, scope in enumerate(self._scopes):
-            edited = {
-                i
-                for i, (d, name) in enumerate(scope.buffers)
-                if d.get(name) is not self.tensors[n][i] or version_of(d.get(name)) != self.versions[n][i]
-            }
+            pairs = zip(self.tensors[n], self.versions[n], strict=True)
+            edited = {i for i, (tensor, version) in enumerate(pairs) if version_of(tensor) != version}
             known = scope.written.get(self._key)
             if known is None:
                 # By value too: `.data` and fused kernels do not count as edits. (Once, as it waits for the device.)
                 by_value = {
                     i
                     for i, copy in self._copies[n].items()
-                    if i not in edited and not torch.equal(copy, scope.buffers[i][0][scope.buffers[i][1]])
+                    if i not in edited and not torch.equal(copy, _given(self.tensors[n][i]))
                 }
                 known = edited | by_value | scope.statistics
             else:
@@ -77,10 +75,32 @@ class Buffers:
     def swap_in(self, undo: list[tuple[dict, str, Any]]) -> None:
         """Put the forward's buffers in place: copies of those that it writes, so that the live ones stay untouched."""
         for scope, tensors, copies in zip(self._scopes, self.tensors, self._copies, strict=True):
+            fresh = _copied_together(copies)  # a second backward needs the copies again
             for i, (d, name) in enumerate(scope.buffers):
                 live = d.get(name, ABSENT)
-                copy = copies.get(i)
-                then = tensors[i] if copy is None else copy.clone()  # a second backward needs the copy again
+                then = fresh.get(i, tensors[i])
                 if live is not then:
                     undo.append((d, name, live))
                     d[name] = then
+
+
+def _copied_together(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Copies, of which those share memory whose originals do."""
+    copies = {i: tensor.detach().clone() for i, tensor in tensors.items()}
+    if len(tensors) > 1:
+        sharing: dict[int, list[int]] = {}
+        for i, tensor in tensors.items():
+            if tensor.layout is torch.strided and tensor.numel():
+                sharing.setdefault(tensor.untyped_storage()._cdata, []).append(i)
+        for group in sharing.values():
+            if len(group) > 1:
+                storage = tensors[group[0]].untyped_storage().clone()
+                for i in group:
+                    t = tensors[i]
+                    copies[i] = t.new_empty(0).set_(storage, t.storage_offset(), t.size(), t.stride())
+    return copies
+
+
+def _given(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor

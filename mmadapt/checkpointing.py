@@ -11,6 +11,7 @@ The wrapping is the same for both of torch's modes, as both call the function a 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from contextvars import Context, ContextVar, copy_context
 from types import CellType
 from typing import Any
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from mmadapt.errors import RecomputationError
 from mmadapt.scopes import Scope, scope_of, tuner_types, version_of
-from mmadapt.search import UNBOUND, cell_content, cells_of, find_modules, is_known, note_run, watching
+from mmadapt.search import UNBOUND, Watch, cell_content, cells_of, find_modules, is_known, note_run, snapshot
 from mmadapt.state import AdapterState, OnFlags, has_registered
 
 __all__ = ["checkpoint"]
@@ -78,7 +79,9 @@ def checkpoint(
     if scopes is not None:
         is_fixed = modules is not None or isinstance(function, nn.Module)  # anything else may reach other globals
         is_watched = not (is_fixed and is_known(key, scopes)) and not any(s.is_compiled for s in scopes)
-        function = _Run(function, roots, scopes, key if is_watched else None, label, on_flags, preserve_rng_state)
+        function = _Run(
+            function, roots, scopes, key if is_watched else None, label, on_flags, preserve_rng_state, use_reentrant
+        )
     if use_reentrant:
         return _reentrant(function, roots, args, kwargs, preserve_rng_state)
     return torch_checkpoint(
@@ -100,12 +103,15 @@ class _Run:
         "cells",
         "context",
         "function",
+        "inputs",
+        "is_reentrant",
         "label",
         "on_flags",
         "preserve_rng_state",
         "roots",
         "scopes",
         "state",
+        "strays",
         "versions",
         "watched",
     )
@@ -119,6 +125,7 @@ class _Run:
         label: str,
         on_flags: OnFlags,
         preserve_rng_state: bool,
+        is_reentrant: bool,
     ) -> None:
         self.function = function
         self.roots = roots
@@ -127,7 +134,10 @@ class _Run:
         self.label = label
         self.on_flags = on_flags
         self.preserve_rng_state = preserve_rng_state
+        self.is_reentrant = is_reentrant
         self.state: AdapterState | None = None
+        self.strays: list[AdapterState] = []  # of modules that were not found and ran
+        self.inputs: tuple | None = None  # where the caller may change them: plain containers
         self.context: Context | None = None
         self.versions: list[int | None] = []
         self.cells: list[tuple[CellType, Any]] = []
@@ -142,7 +152,9 @@ class _Run:
     def _forward(self, args: tuple, kwargs: dict) -> Any:
         self.context = copy_context()
         self.cells = cells_of(self.function)
-        self.versions = versions_in(args, kwargs)
+        self.versions = self.versions_of(args, kwargs)
+        if not self.is_reentrant and (kwargs or any(type(arg) in (list, dict, tuple, set) for arg in args)):
+            self.inputs = snapshot(args), snapshot(kwargs)
         scopes, self.scopes = self.scopes, None
         assert scopes is not None
         if torch._C._current_graph_task_id() != -1 and not _recomputing.get():
@@ -157,7 +169,7 @@ class _Run:
     def _run_watched(self, scopes: Sequence[Scope], args: tuple, kwargs: dict) -> Any:
         random = None if self.preserve_rng_state else _random_states()
         assert self.watched is not None
-        with watching(self.watched, scopes, self.label):
+        with Watch(self.watched, self.roots, scopes, self.label) as watch:
             result = self.function(*args, **kwargs)
             if random is not None and not all(map(torch.equal, random, _random_states())):
                 raise ValueError(
@@ -165,31 +177,43 @@ class _Run:
                     "numbers, but it drew some, and its recomputation would draw others: wrong gradients. "
                     "Do: leave preserve_rng_state=True."
                 )
+        self.strays = watch.strays
+        for state in self.strays:
+            state.forward_done()
         return result
 
     def _recompute(self, args: tuple, kwargs: dict) -> Any:
         assert self.state is not None
-        if self.versions != versions_in(args, kwargs):
+        if self.inputs is not None:
+            args, kwargs = snapshot(self.inputs)
+        if self.versions != self.versions_of(args, kwargs):
             raise RecomputationError(
-                f"cannot recompute {self.label}: expected its inputs as they were at the forward, but they were edited "
-                f"in place, by it or after it. At forward: {self.state.describe()}. Do: edit a copy (x = x + y, "
-                "x.clone(), inplace=False)."
+                f"cannot recompute {self.label}: expected its inputs and the tensors of its closure as they were at "
+                f"the forward, but they were edited in place, by it or after it. At forward: {self.state.describe()}. "
+                "Do: edit a copy (x = x + y, x.clone(), inplace=False)."
             )
-        with self.state.applied(label=self.label, on_flags=self.on_flags):
+        with self.state.applied(label=self.label, on_flags=self.on_flags), ExitStack() as stack:
+            for state in self.strays:
+                stack.enter_context(state.applied(label=self.label, on_flags=self.on_flags))
             # A loop variable in a closure has moved on since: `for block in blocks: checkpoint(lambda x: block(x), x)`.
-            moved = [(cell, now) for cell, then in self.cells if (now := cell_content(cell)) is not then]
-            for cell, then in self.cells if moved else ():
-                cell.cell_contents = then
+            # (A container is always another one: see `snapshot`.)
+            moved = [(cell, now, then) for cell, then in self.cells if (now := cell_content(cell)) is not then]
+            for cell, _, then in moved:
+                cell.cell_contents = snapshot(then)
             token = _recomputing.set(True)
             try:
                 return self.function(*args, **kwargs)
             finally:
                 _recomputing.reset(token)
-                for cell, now in moved:
+                for cell, now, _ in moved:
                     if now is UNBOUND:
                         del cell.cell_contents
                     else:
                         cell.cell_contents = now
+
+    def versions_of(self, args: tuple, kwargs: dict) -> list[int | None]:
+        versions = versions_in(args, kwargs)
+        return versions + versions_in(tuple(then for _, then in self.cells), {}) if self.cells else versions
 
 
 _recomputing: ContextVar[bool] = ContextVar("mmadapt_recomputing", default=False)

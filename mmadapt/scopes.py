@@ -62,6 +62,7 @@ class Scope:
     """
 
     __slots__ = (
+        "all_buffers",
         "buffer_dicts",
         "buffers",
         "children",
@@ -93,6 +94,7 @@ class Scope:
         self.empty = [d for d in (*children, *parameters, *buffers) if not d]  # `holds` checks that they still are
         self.dicts = [d for d in (*children, *parameters) if d]
         self.dicts_then = [dict(d) for d in self.dicts]
+        self.all_buffers = buffers
         self.buffer_dicts = [d for d in buffers if d]
         self.children = [child for d in children for child in d.values()]
         self.parameters = [p for d in parameters for p in d.values() if p is not None]
@@ -116,7 +118,7 @@ class Scope:
         """Whether the same modules and parameters, and the same names of buffers, are still below `root`."""
         if self.root_children is not root._modules:  # a shallow copy of the module shares our entry
             return False
-        if any(self.empty) or len(self.buffers) != sum(map(len, self.buffer_dicts)):
+        if self.has_grown():
             return False
         # `==` on dicts looks at identity first. Other modules are unequal then, and other parameters have no truth
         # value, which raises, but for those of one element.
@@ -126,6 +128,15 @@ class Scope:
         except RuntimeError:
             return False
         return all(d[name] is p for d, name, p in self.scalars)
+
+    def has_grown(self) -> bool:
+        """Whether a module got its first child, parameter or buffer, or another number of buffers."""
+        return any(self.empty) or len(self.buffers) != sum(map(len, self.buffer_dicts))
+
+    def new_buffers(self) -> list[tuple[dict, str]]:
+        """The buffers that were registered since, with the dicts that they are in."""
+        known = {(id(d), name) for d, name in self.buffers}
+        return [(d, name) for d in self.all_buffers for name in d if (id(d), name) not in known]
 
     def read(self) -> Reading:
         """What holds at this moment."""

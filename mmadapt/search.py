@@ -3,7 +3,7 @@
 A function shows some of what it runs: itself if it is a Module, Modules among its arguments, in closure cells, in
 partials. It can also reach a tuner layer as a global, or as a Module that another keeps in a plain list. So what was
 found is checked by watching a run: a tuner layer that runs without having been found is an error at the forward, not
-a wrong gradient in backward.
+a wrong gradient in backward; any other module that was not found is restored as those that were.
 """
 
 import functools
@@ -11,7 +11,6 @@ import inspect
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from types import CellType, FrameType, MethodType
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from mmadapt.scopes import Scope, scope_of, tuner_types
+from mmadapt.state import AdapterState
 
 _TORCHS = inspect.unwrap(torch_checkpoint).__code__
 
@@ -74,7 +74,7 @@ def _modules_in(value: Any, depth: int = 0) -> Iterator[nn.Module]:
 
 
 def cells_of(function: Any, depth: int = 0) -> list[tuple[CellType, Any]]:
-    """The closure cells that a function and the functions in them read, with what they hold now."""
+    """The closure cells that a function and the functions in them read, with what they hold now (see `snapshot`)."""
     if isinstance(function, nn.Module) or depth > 4:
         return []
     if isinstance(function, functools.partial):
@@ -83,8 +83,17 @@ def cells_of(function: Any, depth: int = 0) -> list[tuple[CellType, Any]]:
     for cell in getattr(function, "__closure__", None) or ():
         content = cell_content(cell)
         if content is not UNBOUND:
-            found += [(cell, content), *(cells_of(content, depth + 1) if callable(content) else [])]
+            found += [(cell, snapshot(content)), *(cells_of(content, depth + 1) if callable(content) else [])]
     return found
+
+
+def snapshot(value: Any) -> Any:
+    """Plain containers copied, nested ones too, with the very objects that are in them; anything else is itself."""
+    if type(value) is dict:
+        return {key: snapshot(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(snapshot, value))
+    return value.copy() if type(value) is set else value
 
 
 UNBOUND = object()
@@ -118,40 +127,59 @@ def is_known(key: tuple, scopes: Sequence[Scope]) -> bool:
     return bool(scopes) and key in scopes[0].watched
 
 
-@contextmanager
-def watching(key: tuple, scopes: Sequence[Scope], name: str) -> Iterator[None]:
-    """Run the body and refuse a tuner layer that is in none of the scopes, or under a checkpoint of torch's in it.
+class Watch:
+    """Sees each module that a function runs: one that was not found has its state captured before it runs.
 
-    Raises:
-        ValueError: such a layer is about to run.
+    So the running statistics of a norm that a function reaches as a global are restored too. A PEFT layer that was not
+    found is refused, as is one under a checkpoint of torch's inside.
     """
-    known = {id(tuner) for scope in scopes for tuner in scope.tuners}
-    types, thread = tuner_types(), threading.get_ident()
 
-    def check(module: nn.Module, _: Any) -> None:
-        if not isinstance(module, types) or threading.get_ident() != thread:
+    def __init__(self, key: tuple, roots: Sequence[nn.Module], scopes: Sequence[Scope], name: str) -> None:
+        self.key = key
+        self.scopes = scopes
+        self.name = name
+        self.thread = threading.get_ident()
+        self.types = tuner_types()
+        self.known = {id(module) for module in roots} | {id(child) for scope in scopes for child in scope.children}
+        self.strays: list[AdapterState] = []
+
+    def __enter__(self) -> "Watch":
+        # A hook for all modules of the process, through torch's own function, for the time of this forward.
+        self.handle = register_module_forward_pre_hook(self.check)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.handle.remove()
+        if kind is None and self.scopes and not self.strays:
+            self.scopes[0].watched.add(self.key)
+
+    def check(self, module: nn.Module, _: Any) -> None:
+        """
+        Raises:
+            ValueError: a PEFT layer is about to run that would not be restored.
+        """
+        if threading.get_ident() != self.thread:
             return
+        if isinstance(module, self.types):
+            self.check_tuner(module)
+        elif id(module) not in self.known and not isinstance(module, ScriptModule):
+            scope = scope_of(module)
+            self.strays.append(AdapterState.capture_in([module], [scope]))
+            self.known |= {id(module)} | {id(m) for m in scope.children if not isinstance(m, self.types)}
+
+    def check_tuner(self, layer: nn.Module) -> None:
         if _is_under_torchs(sys._getframe(1)):
             raise ValueError(
-                f"checkpoint({name}): expected that PEFT layers in it run under mmadapt.checkpoint, got a "
+                f"checkpoint({self.name}): expected that PEFT layers in it run under mmadapt.checkpoint, got a "
                 "torch.utils.checkpoint inside, whose own recomputation would see other adapters. "
                 "Do: call mmadapt.checkpoint there too, or drop the inner one."
             )
-        if id(module) not in known:
-            found = f"{len(known)} others" if known else "none"
+        if id(layer) not in self.known:
+            count = sum(len(scope.tuners) for scope in self.scopes)
             raise ValueError(
-                f"checkpoint({name}): expected to find all PEFT layers that it runs, got {found}, but it runs a "
-                f"{type(module).__name__} of {module.__class__.__module__} that is not below any module found, so its "
-                "adapters could not be restored in backward. Valid: a Module, its method, a partial or a closure that "
-                "holds it, a Module among the arguments; not seen: a global, a Module in a plain list. "
-                "Do: pass modules=[the modules it runs]."
+                f"checkpoint({self.name}): expected to find all PEFT layers that it runs, got "
+                f"{f'{count} others' if count else 'none'}, but it runs a {type(layer).__name__} of "
+                f"{type(layer).__module__} that is not below any module found, so its adapters could not be restored "
+                "in backward. Valid: a Module, its method, a partial or a closure that holds it, a Module among the "
+                "arguments; not seen: a global, a Module in a plain list. Do: pass modules=[the modules it runs]."
             )
-
-    # A hook for all modules of the process, through torch's own function, for the time of this forward.
-    handle = register_module_forward_pre_hook(check)
-    try:
-        yield
-    finally:
-        handle.remove()
-    if scopes:
-        scopes[0].watched.add(key)

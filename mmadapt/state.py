@@ -121,13 +121,14 @@ class AdapterState:
     the modules hold differs.
     """
 
-    __slots__ = ("_buffers", "_globals", "_reads", "_restores", "_roots", "_scopes")
+    __slots__ = ("_added", "_buffers", "_globals", "_reads", "_restores", "_roots", "_scopes")
 
     def __init__(self, roots: Sequence[nn.Module], scopes: Sequence[Scope]) -> None:
         """The live state, read without what `capture` notes beside it; the scopes are those of the roots."""
         self._roots = roots
         self._scopes = scopes
         self._reads = [scope.read() for scope in scopes]
+        self._added: list[tuple[dict, str]] = []  # buffers that the forward registered
         self._buffers: Buffers | None = None
         self._globals: tuple = ()
         self._restores: list[Restore] = []
@@ -155,6 +156,9 @@ class AdapterState:
         """
         if self._buffers is not None:
             self._buffers.forward_done()
+        for scope in self._scopes:
+            if scope.has_grown():
+                self._added += scope.new_buffers()
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, AdapterState):
@@ -208,6 +212,8 @@ class AdapterState:
                     self._write_over(live, undo, flipped)
                 if self._buffers is not None:
                     self._buffers.swap_in(undo)
+                for d, name in self._added:
+                    undo.append((d, name, d.pop(name, ABSENT)))
                 if self._globals and globals_now != self._globals:
                     _write_globals(self._globals)
                 if stack is not None:
