@@ -333,12 +333,16 @@ def _reentrant(
         anchors = [torch.empty(0, requires_grad=True)]
     leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # do not hold what autograd holds
     result_spec: list[Any] = []
+    originals = [(args, kwargs)]  # for the first run: it may write into a container of the caller
 
     def flat(*inputs: Tensor) -> tuple:
-        filled = list(leaves)
-        for i, tensor in zip(where, inputs[len(anchors) :], strict=True):
-            filled[i] = tensor
-        inner_args, inner_kwargs = pytree.tree_unflatten(filled, spec)
+        if originals:
+            inner_args, inner_kwargs = originals.pop()
+        else:
+            filled = list(leaves)
+            for i, tensor in zip(where, inputs[len(anchors) :], strict=True):
+                filled[i] = tensor
+            inner_args, inner_kwargs = pytree.tree_unflatten(filled, spec)
         results, out_spec = pytree.tree_flatten(function(*inner_args, **inner_kwargs))
         result_spec[:] = [out_spec]
         return tuple(anchor.view_as(anchor) for anchor in inputs[: len(anchors)]) + tuple(results)

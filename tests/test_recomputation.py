@@ -100,8 +100,46 @@ class Replaced(nn.Module):
         return y
 
 
+class FirstSeen(nn.Module):
+    """Registers a buffer in its first forward and counts in it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "count"):
+            self.register_buffer("count", torch.zeros(()))
+        self.count += 1
+        return x * self.count.clone()
+
+
+class Cache(nn.Module):
+    """A table that is made anew when an input is longer than it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.arange(2.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > len(self.table):
+            self.table = torch.arange(float(x.shape[1])) + len(self.table)
+        return x * self.table[: x.shape[1], None]
+
+
+class Shared(nn.Module):
+    """Two buffers in the same memory: one is written, the other is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("whole", torch.ones(2 * DIM))
+        self.register_buffer("part", self.whole.data[DIM:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.whole.mul_(1.5)
+        return x * self.part.clone()
+
+
 BUFFERED = {
     "running statistics": Norm,
+    "registered in a forward": FirstSeen,
+    "memory of another": Shared,
     "power iteration": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(DIM, DIM)),
     "replaced": Replaced,
 }
@@ -124,6 +162,81 @@ def test_buffers_are_updated_once_per_forward(kind, reentrant):
     assert same(results["ours"][1], results["plain"][1])
     if kind != "replaced" or reentrant:  # non-reentrant mode stops early, before that write
         assert not same(results["torch"][1], results["plain"][1])
+
+
+@MODES
+def test_a_cache_that_grows_from_forward_to_forward(reentrant):
+    """Each recomputation finds the cache that its forward found, not the longer one of a later forward."""
+
+    def run(call: Call) -> list:
+        torch.manual_seed(0)
+        bank = make_bank()
+        block = Block(bank.backbone.blocks[0], Cache())
+        xs = [torch.randn(2, n, DIM, generator=torch.Generator().manual_seed(n)).requires_grad_() for n in (2, 4, 7)]
+        with bank.active("rgb"):
+            sum(call(block, x).square().sum() for x in xs).backward()
+        return [*gradients(block, *xs), block.inner.table]
+
+    results = {name: run(call) for name, call in calls(reentrant).items()}
+    assert (close if reentrant else same)(results["ours"], results["plain"])
+    assert not close(results["torch"], results["plain"])
+
+
+NORMS: list[nn.Module] = []  # reached as a global
+
+
+class Hidden(nn.Module):
+    def __init__(self, block: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.norms = [norm]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norms[0](self.block(x))
+
+
+class Holder:
+    def __init__(self, norm: nn.Module) -> None:
+        self.norm = norm
+
+    def run(self, x: Tensor, block: nn.Module) -> Tensor:
+        return self.norm(block(x))
+
+
+@MODES
+@pytest.mark.parametrize("form", ["global", "list of a module", "method of an object"])
+def test_modules_that_were_not_found_are_restored_too(form, reentrant):
+    """Their buffers are updated once, and their mode is that of the forward, at each step."""
+
+    def run(call: Call) -> list:
+        torch.manual_seed(0)
+        bank = make_bank()
+        block, norm = bank.backbone.blocks[0], nn.Sequential(Norm(), nn.Dropout(0.5))
+        NORMS[:] = [norm]
+        hidden, holder = Hidden(block, norm), Holder(norm)
+        function, args = {
+            "global": (lambda x, block: NORMS[0](block(x)), (block,)),
+            "list of a module": (hidden, ()),
+            "method of an object": (holder.run, (block,)),
+        }[form]
+        got = []
+        for _ in range(2):
+            norm.train()
+            with bank.active("rgb"):
+                loss = call(function, *inputs(1), *args).square().sum()
+            norm.eval()
+            loss.backward()
+            got += [*gradients(nn.ModuleList([block, norm])), *(b.clone() for b in norm.buffers())]
+            assert not any(m.training for m in norm.modules())
+        return got
+
+    expected = run(calls(reentrant)["plain"])
+    assert same(run(calls(reentrant)["ours"]), expected)
+    try:
+        assert not same(run(calls(reentrant)["torch"]), expected)
+    except CheckpointError:
+        assert not reentrant
+    assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
 @MODES
@@ -516,6 +629,52 @@ def test_loop_variables_in_closures_are_those_of_the_forward(reentrant):
 
     results = {name: run(call) for name, call in calls(reentrant).items() if name != "torch"}
     assert (close if reentrant else same)(results["ours"], results["plain"])
+
+
+@MODES
+@pytest.mark.parametrize("where", ["closure", "arguments"])
+def test_containers_that_the_caller_fills_anew(where, reentrant):
+    """One dict for all modalities: each recomputation finds in it what its forward found; a list is filled once."""
+
+    def run(call: Call) -> tuple[list, int]:
+        torch.manual_seed(0)
+        bank = make_bank()
+        block, batch, seen = bank.backbone.blocks[0], {}, []
+
+        def closure(x: Tensor) -> Tensor:
+            seen.append(1)
+            return block(x * batch["scale"]["value"])
+
+        def function(x: Tensor, given: dict, log: list) -> Tensor:
+            log.append(1)
+            return block(x * given["scale"]["value"])
+
+        total = torch.zeros(())
+        for scale, x in enumerate(inputs(2), start=1):
+            batch["scale"] = {"value": scale}
+            with bank.active("rgb"):
+                out = call(closure, x) if where == "closure" else call(function, x, batch, seen)
+            total = total + out.square().sum()
+            batch["scale"]["value"] = 100
+            batch.clear()
+        total.backward()
+        return gradients(block), len(seen)
+
+    expected, got = run(calls(reentrant)["plain"]), run(calls(reentrant)["ours"])
+    assert (close if reentrant else same)(got[0], expected[0])
+    assert got[1] == expected[1] == 2
+    with pytest.raises(KeyError, match="scale"):  # the control: the dict is empty by then
+        run(calls(reentrant)["torch"])
+
+
+@MODES
+def test_a_tensor_of_a_closure_edited_in_between_is_named(bank, reentrant):
+    block, scale = bank.backbone.blocks[0], torch.ones(DIM)
+    with bank.active("rgb"):
+        loss = checkpoint(lambda x: block(x) * scale, *inputs(1), use_reentrant=reentrant).sum()
+    scale.mul_(2)
+    with pytest.raises(RecomputationError, match="tensors of its closure"):
+        loss.backward()
 
 
 @MODES
