@@ -245,7 +245,6 @@ class Fickle(nn.Module):
     [
         ("number", {}, "different number of tensors|A different number"),
         ("shape", {}, "different metadata"),
-        ("shape", {"debug": True}, "different metadata|debug"),
     ],
 )
 def test_another_computation_is_noticed(bank, how, options, message):
