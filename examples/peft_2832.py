@@ -119,7 +119,9 @@ def main() -> dict[str, dict]:
             f"{peak / 2**20:.1f}",
             "[green]equal[/]" if is_right else "[red]wrong[/]",
         )
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 114)  # the table whole, in a narrow terminal or a file too
+    console.print(table)
     return results
 
 

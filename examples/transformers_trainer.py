@@ -55,4 +55,5 @@ def main(folder: str = "outputs/transformers_trainer", epochs: int = 3) -> list[
 
 
 if __name__ == "__main__":
-    print(main())
+    losses = main()
+    print(f"loss: {losses[0]:.3f} at the first step, {losses[-1]:.3f} at the last")

@@ -100,7 +100,7 @@ def check_names(what: str, names: Iterable[Any], valid: Sequence[str], remedy: s
         if name not in valid:
             hint = closest(str(name), valid)
             raise ConfigError(
-                f"{what}: expected one of the valid names, got {name!r}; valid: [{', '.join(valid)}].{hint} {remedy}"
+                f"{what}: expected one of the valid names, got {name!r}.{hint} Valid: [{', '.join(valid)}]. {remedy}"
             )
 
 

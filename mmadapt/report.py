@@ -40,6 +40,7 @@ def summarise(
     return {
         "name": config["name"],
         "stage": last.name,
+        "is_debug": bool(config["trainer"].get("fast_dev_run")),
         "seed": config["seed"],
         "fold": config["data"].get("fold"),
         "modalities": modalities,
@@ -65,10 +66,14 @@ def print_report(summary: Mapping[str, Any], console: Console | None = None) -> 
     console = console or Console()
     modalities = [*summary["modalities"], TOGETHER]
     fold = "" if summary["fold"] is None else f", fold {summary['fold']}"
+    if summary["is_debug"]:
+        console.print("A debug run: the figures below say nothing about the model.")
     table = _table(f"Test accuracy ({summary['name']}{fold}, seed {summary['seed']})", "", *modalities)
     for label, row in summary["accuracy"].items():
         table.add_row(label, *(f"{row[m]:.3f}" if m in row else "" for m in modalities))
     f1 = {m: summary["test"].get(f"test/f1/{m}" if m != TOGETHER else "test/f1") for m in modalities}
+    if summary["stage"].startswith("single-"):  # one modality's figure is no figure of all
+        del f1[TOGETHER]
     table.add_section()
     table.add_row(f"{summary['stage']}: macro F1", *(f"{v:.3f}" if v is not None else "" for v in f1.values()))
     console.print(table)
@@ -91,7 +96,7 @@ def print_report(summary: Mapping[str, Any], console: Console | None = None) -> 
         text = f"Found on disk, not run again: {', '.join(skipped)} (fresh=true runs them)"
         console.print(text, highlight=False, soft_wrap=True)
     for what, path in summary["paths"].items():
-        console.print(f"{what + ':':<13}{path}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"{what + ':':<13} {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def print_sweep(summaries: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:

@@ -366,6 +366,8 @@ class Stages:
         """Trains, goes back to the epoch that the validation split chose, and evaluates it on validation and test."""
         folder = self.run_folder / "checkpoints" / f"{name}-{key_hash}"
         resumed = checkpoint_for(self.cfg, name, key_hash)
+        if resumed is None and self.cfg["resume"] == "last":
+            print(f"resume=last: no checkpoint of {name} with these overrides, so it starts afresh", file=sys.stderr)
         if resumed is not None:
             print(f"resuming {name} from {resumed}", file=sys.stderr)
             folder = resumed.parent  # the best checkpoint so far lies there

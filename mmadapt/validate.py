@@ -198,6 +198,10 @@ def _plan(plan: Mapping[str, Any]) -> None:
 
     valid = [field.name for field in dataclasses.fields(CheckpointPlan)]
     check_names("checkpointing", plan, [*valid, "_target_"], "These are the fields of CheckpointPlan.")
+    try:
+        CheckpointPlan(**{name: value for name, value in plan.items() if name != "_target_"})
+    except ValueError as error:
+        raise ConfigError(str(error).replace("CheckpointPlan", "checkpointing")) from error
 
 
 def _stages(cfg: Mapping[str, Any]) -> None:
@@ -295,9 +299,10 @@ def adapter_folder(path: str, where: str = "adapter") -> Path:
     folder = given / "adapter" if (given / "adapter").is_dir() else given
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / name).is_file():
-            there = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else "no folder"
+            there = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+            got = f"got {path!r}, which holds {there}" if folder.is_dir() else f"got {path!r}, which is no folder"
             raise ConfigError(
                 f"{where}: expected a folder that PEFT wrote (adapter_config.json, adapter_model.safetensors), "
-                f"got {path!r} with {there}; give the folder of one adapter"
+                f"{got}; give the folder of one adapter"
             )
     return folder

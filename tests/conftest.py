@@ -6,6 +6,8 @@ from pathlib import Path
 
 # As mmadapt.train does; here, since torch reads it when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads would only wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 

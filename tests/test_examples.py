@@ -29,7 +29,15 @@ def run(name: str, *args: object) -> object:
 
 def test_peft_2832(capsys):
     results = run("peft_2832.py")
-    assert "wrong" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    rows = [line.split("│")[1].strip() + line.split("│")[-2] for line in printed.splitlines() if line.startswith("│")]
+    assert len(rows) == 5
+    assert rows == [
+        r.split("│")[1].strip() + r.split("│")[-2]
+        for r in readme.splitlines()
+        if r.endswith(("equal     │", "wrong     │"))
+    ]
     assert len({result["loss"] for result in results.values()}) == 1  # no loss shows it
     right = {name for name, result in results.items() if result["right"]}
     assert right == {"none", "mmadapt", "torch, whole backbone"}

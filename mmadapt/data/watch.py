@@ -120,7 +120,7 @@ def split_subjects(fold: int, val_subject: int | None = None) -> dict[str, tuple
         ValueError: a fold that doesn't exist, or a validation subject that is tested or doesn't exist.
     """
     if fold not in range(FOLDS):
-        raise ValueError(f"expected a fold of {FOLDS}, got {fold!r}; valid: {list(range(FOLDS))}; set data.fold")
+        raise ValueError(f"data.fold: expected one of {list(range(FOLDS))}, got {fold!r}")
     everyone = range(1, 2 * FOLDS + 1)
     test = (2 * fold + 1, 2 * fold + 2)
     val = (2 * fold + 2) % len(everyone) + 1 if val_subject is None else val_subject

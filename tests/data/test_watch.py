@@ -258,7 +258,7 @@ def test_one_modality_alone() -> None:
         (lambda: WatchDataModule(["acelerometer"]), "got 'acelerometer'; valid: .*; did you mean 'accelerometer'"),
         (lambda: WatchDataModule([]), "expected one or more modality names"),
         (lambda: WatchDataModule(["gyroscope", "gyroscope"]), "each once"),
-        (lambda: WatchDataModule(fold=5), r"expected a fold of 5, got 5; valid: \[0, 1, 2, 3, 4\]"),
+        (lambda: WatchDataModule(fold=5), r"data\.fold: expected one of \[0, 1, 2, 3, 4\], got 5"),
         (lambda: WatchDataModule(fold=-1), "got -1"),
         (lambda: WatchDataModule(fold=0, val_subject=2), "that fold 0 doesn't test, got 2"),
         (lambda: WatchDataModule(test_views=9), "expected 1 to 8 views, got 9; set data.test_views"),
