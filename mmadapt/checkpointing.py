@@ -24,7 +24,17 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from mmadapt.errors import RecomputationError
 from mmadapt.scopes import Scope, scope_of, tuner_types, version_of
-from mmadapt.search import UNBOUND, Watch, cell_content, cells_of, find_modules, is_known, note_run, snapshot
+from mmadapt.search import (
+    UNBOUND,
+    Watch,
+    cell_content,
+    cells_of,
+    find_modules,
+    is_known,
+    note_run,
+    snapshot,
+    tensors_in,
+)
 from mmadapt.state import AdapterState, OnFlags, has_registered
 
 __all__ = ["checkpoint"]
@@ -213,7 +223,7 @@ class _Run:
 
     def versions_of(self, args: tuple, kwargs: dict) -> list[int | None]:
         versions = versions_in(args, kwargs)
-        return versions + versions_in(tuple(then for _, then in self.cells), {}) if self.cells else versions
+        return versions + [version_of(t) for _, then in self.cells for t in tensors_in(then)]
 
 
 _recomputing: ContextVar[bool] = ContextVar("mmadapt_recomputing", default=False)
@@ -352,4 +362,6 @@ def _reentrant(
 
 
 def _name(function: Any) -> str:
+    if isinstance(function, nn.Module):  # asking one for an attribute that it does not have is slow
+        return type(function).__name__
     return getattr(function, "__qualname__", None) or type(function).__name__

@@ -52,25 +52,24 @@ def _is_under_torchs(frame: FrameType | None) -> bool:
     return False
 
 
-def _modules_in(value: Any, depth: int = 0) -> Iterator[nn.Module]:
+def _modules_in(value: Any, depth: int = 0, seen: frozenset[int] = frozenset()) -> Iterator[nn.Module]:
     """The Modules that a value holds: itself, in containers, in a partial, in a method's object, in closure cells."""
     if isinstance(value, nn.Module):
         if not isinstance(value, ScriptModule):  # cannot hold PEFT layers, nor anything of ours
             yield value
-    elif isinstance(value, Tensor):
+    elif isinstance(value, Tensor | str | int | float) or id(value) in seen:  # a container may hold itself
         return
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _modules_in(item, depth)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from _modules_in(item, depth)
-    elif isinstance(value, functools.partial) and depth < 4:
-        yield from _modules_in((value.func, value.args, value.keywords), depth + 1)
-    elif isinstance(value, MethodType) and depth < 4:
-        yield from _modules_in(value.__self__, depth + 1)
-    elif depth < 4 and getattr(value, "__closure__", None):
-        yield from _modules_in([cell_content(cell) for cell in value.__closure__], depth + 1)
+    elif isinstance(value, dict | list | tuple | set | frozenset):
+        if len(value) <= _ITEMS:
+            for item in value.values() if isinstance(value, dict) else value:
+                yield from _modules_in(item, depth, seen | {id(value)})
+    elif depth < 4:
+        if isinstance(value, functools.partial):
+            yield from _modules_in((value.func, value.args, value.keywords), depth + 1, seen)
+        elif isinstance(value, MethodType):
+            yield from _modules_in(value.__self__, depth + 1, seen)
+        elif closure := getattr(value, "__closure__", None):
+            yield from _modules_in([cell_content(cell) for cell in closure], depth + 1, seen)
 
 
 def cells_of(function: Any, depth: int = 0) -> list[tuple[CellType, Any]]:
@@ -87,13 +86,29 @@ def cells_of(function: Any, depth: int = 0) -> list[tuple[CellType, Any]]:
     return found
 
 
-def snapshot(value: Any) -> Any:
+_DEPTH, _ITEMS = 4, 10_000  # what is deeper or longer is no argument of a block, and costs too much to copy
+
+
+def snapshot(value: Any, depth: int = 0) -> Any:
     """Plain containers copied, nested ones too, with the very objects that are in them; anything else is itself."""
+    if not _is_container(value) or depth > _DEPTH:
+        return value
     if type(value) is dict:
-        return {key: snapshot(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(snapshot, value))
-    return value.copy() if type(value) is set else value
+        return {key: snapshot(item, depth + 1) for key, item in value.items()}
+    return value.copy() if type(value) is set else type(value)(snapshot(item, depth + 1) for item in value)
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """The tensors in a value and in the containers that `snapshot` copies."""
+    if isinstance(value, Tensor):
+        yield value
+    elif _is_container(value) and depth <= _DEPTH:
+        for item in value.values() if type(value) is dict else value:
+            yield from tensors_in(item, depth + 1)
+
+
+def _is_container(value: Any) -> bool:
+    return type(value) in (dict, list, tuple, set) and len(value) <= _ITEMS
 
 
 UNBOUND = object()
@@ -116,7 +131,8 @@ def note_run(function: Any, scopes: Sequence[Scope]) -> tuple:
         scope.routes.add(route)
         routes.append(route)
     modes = [scope.module_dicts[0].get("training") if scope.module_dicts else None for scope in scopes]
-    return getattr(function, "__code__", type(function)), *modes, *routes
+    code = type(function) if isinstance(function, nn.Module) else getattr(function, "__code__", type(function))
+    return code, *modes, *routes
 
 
 def is_known(key: tuple, scopes: Sequence[Scope]) -> bool:

@@ -667,6 +667,17 @@ def test_containers_that_the_caller_fills_anew(where, reentrant):
         run(calls(reentrant)["torch"])
 
 
+def test_containers_in_circles_and_long_ones(bank):
+    circle: list = [1.0]
+    circle.append(circle)
+    long = list(range(100_000))
+    block = bank.backbone.blocks[0]
+    with bank.active("rgb"):
+        loss = checkpoint(lambda x: block(x * circle[0]) * (len(long) > 3), *inputs(1)).sum()
+    loss.backward()
+    assert len([g for g in gradients(block) if g is not None]) == 4
+
+
 @MODES
 def test_a_tensor_of_a_closure_edited_in_between_is_named(bank, reentrant):
     block, scale = bank.backbone.blocks[0], torch.ones(DIM)
