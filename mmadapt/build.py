@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning as L
 import peft
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from safetensors import SafetensorError
@@ -171,6 +172,17 @@ SETTLED = (
     (r"`isinstance\(treespec, LeafSpec\)` is deprecated", "Lightning's own use of torch"),
     (r"You have turned on `Trainer\(overfit_batches", "that is what overfitting does"),
 )
+
+
+@contextmanager
+def cpu_threads(count: int | None) -> Iterator[None]:
+    """Torch computes with so many threads of the CPU; None leaves it as it is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

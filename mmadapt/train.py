@@ -44,16 +44,17 @@ def train(cfg: Any, *, show: bool = True) -> dict[str, Any]:
         Interrupted: Ctrl-C during a fit; its `path` is the checkpoint to go on from.
     """
     # imported here: `--help` and `--cfg job` need neither torch nor Lightning
-    from mmadapt.build import settled
+    from mmadapt.build import cpu_threads, settled
     from mmadapt.files import write_json
     from mmadapt.report import print_report, summarise
     from mmadapt.stages import Stages
 
     with settled():
         stages = Stages(cfg)
-        run = stages.run_folder
-        baselines = stages.baselines()
-        results = stages.run()
+        with cpu_threads(stages.cfg["threads"]):
+            run = stages.run_folder
+            baselines = stages.baselines()
+            results = stages.run()
     last = list(results.values())[-1]
     paths = {"results": run / "results.json", last.name: last.folder}
     if (adapters := _adapters(last.folder)) is not None:

@@ -73,6 +73,8 @@ def _modalities(cfg: Mapping[str, Any]) -> None:
                 f"'modalities=[{cfg['modality']}]'"
             )
     whole("seed", cfg["seed"], 7, most=2**32 - 1)  # numpy's limit
+    if cfg["threads"] is not None:
+        whole("threads", cfg["threads"], 2, least=1)
     for key in ("fresh", "baselines"):
         flag(key, cfg[key])
     flag("tokenizer.trainable", cfg["tokenizer"]["trainable"])

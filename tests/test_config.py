@@ -73,6 +73,7 @@ WRONG = [
     (["trainer.max_epochs=abc"], ["trainer.max_epochs", "whole number", "'abc'"]),
     (["stages.single.epochs=abc"], ["stages.single.epochs", "'abc'"]),
     (["stages.pretrain.enabled=maybe"], ["stages.pretrain.enabled", "true or false", "'maybe'"]),
+    (["threads=0"], ["threads", "at least 1", "got 0"]),
     (["optim.lr=nan"], ["optim.lr", "finite", "nan"]),
     (["optim.lr=abc"], ["optim.lr", "'abc'"]),
     (["optim.adapter.gyroscope.lr=-1"], ["optim.adapter.gyroscope.lr", "-1"]),

@@ -156,3 +156,17 @@ def test_a_file_that_is_no_checkpoint_is_refused(
     assert "weights_only=True" in capsys.readouterr().err
     assert main(tiny(PRETRAIN, f"resume={tmp_path / 'b.ckpt'}")) == 1
     assert "names no stage" in capsys.readouterr().err
+
+
+def test_threads_are_set_for_the_run_only(tiny, monkeypatch):
+    from mmadapt.config import compose
+    from mmadapt.stages import Stages
+    from mmadapt.train import train
+
+    seen = []
+    run = Stages.run
+    monkeypatch.setattr(Stages, "run", lambda self: (seen.append(torch.get_num_threads()), run(self))[1])
+    before = torch.get_num_threads()
+    train(compose(tiny("+experiment=vivit_pretrain", f"threads={before + 1}")), show=False)
+    assert seen == [before + 1]
+    assert torch.get_num_threads() == before
