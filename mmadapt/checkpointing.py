@@ -338,7 +338,7 @@ def _reentrant(
     tensors = [leaves[i] for i in where]
     anchors: list[Tensor] = []
     if not any(t.requires_grad for t in tensors):
-        if roots and not any(p.requires_grad for root in roots for p in scope_of(root).parameters):
+        if roots and not any(p.requires_grad for root in roots for p in scope_of(root).view().parameters):
             return function(*args, **kwargs)  # nothing below needs a gradient: there is no graph to save
         anchors = [torch.empty(0, requires_grad=True)]
     leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # do not hold what autograd holds

@@ -40,7 +40,7 @@ HOOK_DETAILS = (
 
 
 class Reading(NamedTuple):
-    """All that is compared between a forward and its recomputation, in the order of the scope's lists."""
+    """All that is compared between a forward and its recomputation, in the order of the scope's or the view's lists."""
 
     values: list[tuple]  # `ATTRIBUTES` of each tuner layer; these four can be written back
     training: list[bool | None]  # of each module
@@ -50,8 +50,72 @@ class Reading(NamedTuple):
     pointers: list[int] | None  # where the data of each parameter lies
 
 
-# They have no forward: their hooks decide nothing.
+# They have no forward: their hooks and modes decide nothing.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+class View:
+    """The part of a scope that runs under some adapters: all but what belongs to the other adapters.
+
+    What a forward costs must not grow with the number of modalities, so of adapters that are not active nothing is
+    read. It goes through one list of like things after the other, each in C, as it runs at every forward.
+    """
+
+    __slots__ = (
+        "children",
+        "dicts",
+        "dicts_then",
+        "empty",
+        "hook_dicts",
+        "module_dicts",
+        "parameters",
+        "scalars",
+    )
+
+    def __init__(self, modules: Sequence[nn.Module], groups: dict[int, set[str]] | None) -> None:
+        """`groups` says of which parts of some containers the view consists, by the container's id; None: of all."""
+        children: list[dict] = [m._modules for m in modules]
+        parameters: list[dict] = [m._parameters for m in modules]
+        dicts = [*children, *parameters]
+        self.empty = [
+            d for d in (*dicts, *(m._buffers for m in modules)) if not d
+        ]  # `holds` checks that they still are
+        self.dicts = [d for d in dicts if d]
+        self.dicts_then = [dict(d) for d in self.dicts]
+        self.children = modules
+        named = [(m, k, p) for m in modules for k, p in m._parameters.items() if p is not None]
+        if groups is not None:
+            named = [(m, k, p) for m, k, p in named if id(m) not in groups or k in groups[id(m)]]
+            modules = [m for m in modules if type(m) not in _CONTAINERS]
+        self.parameters = list({id(p): p for _, _, p in named}.values())
+        self.scalars = [(m._parameters, k, p) for m, k, p in named if _is_scalar(p)]
+        self.module_dicts = [vars(m) for m in modules]
+        self.hook_dicts = [hooks for d in self.module_dicts for kind in HOOKS if (hooks := d.get(kind)) is not None]
+
+    def holds(self) -> bool:
+        """Whether the same modules and parameters are still in place."""
+        if any(self.empty):
+            return False
+        # `==` on dicts looks at identity first. Other modules are unequal then, and other parameters have no truth
+        # value, which raises, but for those of one element.
+        try:
+            if self.dicts != self.dicts_then:
+                return False
+        except RuntimeError:
+            return False
+        return not self.scalars or all(d[name] is p for d, name, p in self.scalars)
+
+    def read_settings(self) -> tuple[list[bool | None], dict[int, list], list[bool]]:
+        """Modes, hooks and flags."""
+        dicts = self.module_dicts
+        try:
+            training: list[bool | None] = list(map(_read_mode, dicts))
+        except KeyError:  # compiled modules have none of their own
+            training = [d.get("training") for d in dicts]
+        hooks = (
+            {i: h for i, d in enumerate(dicts) if any((h := hooks_of(d))[: len(HOOKS)])} if any(self.hook_dicts) else {}
+        )
+        return training, hooks, list(map(_read_flag, self.parameters))
 
 
 class Scope:
@@ -65,21 +129,16 @@ class Scope:
         "all_buffers",
         "buffer_dicts",
         "buffers",
-        "children",
-        "dicts",
-        "dicts_then",
-        "empty",
-        "hook_dicts",
+        "full",
         "is_compiled",
-        "module_dicts",
-        "parameters",
         "root_children",
+        "root_dict",
         "routes",
-        "scalars",
         "statistics",
         "tuner_dicts",
         "tuner_gets",
         "tuners",
+        "views",
         "watched",
         "written",
     )
@@ -87,24 +146,15 @@ class Scope:
     def __init__(self, root: nn.Module) -> None:
         modules = [m for m in root.modules() if not isinstance(m, torch.jit.ScriptModule)]
         types = tuner_types()
-        children: list[dict] = [m._modules for m in modules]
-        parameters: list[dict] = [m._parameters for m in modules]
-        buffers: list[dict] = [m._buffers for m in modules]
+        self.root_dict = vars(root)
         self.root_children = root._modules
-        self.empty = [d for d in (*children, *parameters, *buffers) if not d]  # `holds` checks that they still are
-        self.dicts = [d for d in (*children, *parameters) if d]
-        self.dicts_then = [dict(d) for d in self.dicts]
-        self.all_buffers = buffers
-        self.buffer_dicts = [d for d in buffers if d]
-        self.children = [child for d in children for child in d.values()]
-        self.parameters = [p for d in parameters for p in d.values() if p is not None]
-        self.scalars = [(d, k, p) for d in parameters for k, p in d.items() if p is not None and _is_scalar(p)]
+        self.full = View(modules, None)
+        self.views: dict[tuple, View] = {}
+        self.all_buffers: list[dict] = [m._buffers for m in modules]
+        self.buffer_dicts = [d for d in self.all_buffers if d]
         self.buffers = [(d, name) for d in self.buffer_dicts for name in d]
         norms = {id(m._buffers) for m in modules if isinstance(m, _NormBase)}
         self.statistics = {i for i, (d, _) in enumerate(self.buffers) if id(d) in norms}
-        self.module_dicts = [vars(m) for m in modules]
-        runnable = [vars(m) for m in modules if type(m) not in _CONTAINERS]
-        self.hook_dicts = [hooks for d in runnable for kind in HOOKS if (hooks := d.get(kind)) is not None]
         self.tuners = [m for m in modules if isinstance(m, types)] if types else []
         self.tuner_dicts = [vars(m) for m in self.tuners]
         self.tuner_gets = [d.get for d in self.tuner_dicts]
@@ -115,61 +165,83 @@ class Scope:
         self.written: dict[tuple, set[int]] = {}  # see `Buffers`
 
     def holds(self, root: nn.Module) -> bool:
-        """Whether the same modules and parameters, and the same names of buffers, are still below `root`."""
-        if self.root_children is not root._modules:  # a shallow copy of the module shares our entry
-            return False
-        if self.has_grown():
-            return False
-        # `==` on dicts looks at identity first. Other modules are unequal then, and other parameters have no truth
-        # value, which raises, but for those of one element.
-        try:
-            if self.dicts != self.dicts_then:
-                return False
-        except RuntimeError:
-            return False
-        return all(d[name] is p for d, name, p in self.scalars)
+        """Whether the same modules, parameters and names of buffers are below `root`, idle adapters left aside."""
+        # A shallow copy of the module shares our entry.
+        return self.root_children is root._modules and not self.has_new_buffers() and self.view().holds()
 
-    def has_grown(self) -> bool:
-        """Whether a module got its first child, parameter or buffer, or another number of buffers."""
-        return any(self.empty) or len(self.buffers) != sum(map(len, self.buffer_dicts))
+    def view(self) -> View:
+        """What runs under the adapters of now. All, where something else may choose others: a route per row, hooks."""
+        key: list[tuple[str, ...]] = []
+        for get in self.tuner_gets:
+            if get("forward") is not None or get("_forward_pre_hooks"):
+                return self.full
+            active = get("_active_adapter", ()) if get("_disable_adapters") is not True else ()
+            names = (active,) if type(active) is str else tuple(active)
+            key.append((*names, *merged) if (merged := get("merged_adapters")) else names)
+        if not key:
+            return self.full
+        found = self.views.get(tuple(key))
+        if found is None:
+            found = self.views[tuple(key)] = self._view_of(key)
+        return found
+
+    def _view_of(self, running: list[tuple[str, ...]]) -> View:
+        """The view under which these adapters of each tuner layer run."""
+        groups: dict[int, set[str]] = {}
+        for names, tuner in zip(running, self.tuners, strict=True):
+            for attribute in getattr(tuner, "adapter_layer_names", ()):
+                group = getattr(tuner, attribute, None)
+                if isinstance(group, nn.ModuleDict | nn.ParameterDict):
+                    groups[id(group)] = set(names)
+        modules: dict[int, nn.Module] = {}
+
+        def walk(module: nn.Module) -> None:
+            modules[id(module)] = module
+            names = groups.get(id(module))
+            for name, child in module._modules.items():
+                if (
+                    child is not None
+                    and id(child) not in modules
+                    and (names is None or name in names)
+                    and not isinstance(child, torch.jit.ScriptModule)
+                ):
+                    walk(child)
+
+        walk(self.full.children[0])
+        return View(list(modules.values()), groups)
+
+    def has_new_buffers(self) -> bool:
+        """Whether one of the modules that have buffers has another number of them."""
+        return len(self.buffers) != sum(map(len, self.buffer_dicts)) if self.buffer_dicts else False
 
     def new_buffers(self) -> list[tuple[dict, str]]:
         """The buffers that were registered since, with the dicts that they are in."""
         known = {(id(d), name) for d, name in self.buffers}
         return [(d, name) for d in self.all_buffers for name in d if (id(d), name) not in known]
 
-    def read(self) -> Reading:
-        """What holds at this moment."""
-        return Reading(*self.read_settings(), versions_of(self.parameters), pointers_of(self.parameters))
-
-    def read_settings(self) -> tuple[list[tuple], list[bool | None], dict[int, list], list[bool]]:
-        """The first four fields of a reading."""
+    def read_values(self) -> list[tuple]:
+        """Those of `ATTRIBUTES` of each tuner layer."""
         absent = ABSENT
-        return (
-            # Those of `ATTRIBUTES`, by hand: this is half of what capturing costs.
-            [
-                (
-                    active.copy() if type(active := get("_active_adapter", absent)) is list else active,
-                    get("_disable_adapters", absent),
-                    scaling.copy() if type(scaling := get("scaling", absent)) is dict else scaling,
-                    get("cast_input_dtype_enabled", absent),
-                    merged.copy() if type(merged := get("merged_adapters", absent)) is list else merged,
-                    get("forward", absent),
-                )
-                for get in self.tuner_gets
-            ],
-            self._read_training(),
-            {i: h for i, d in enumerate(self.module_dicts) if any((h := hooks_of(d))[: len(HOOKS)])}
-            if any(self.hook_dicts)
-            else {},
-            list(map(_read_flag, self.parameters)),
-        )
+        return [
+            (
+                active.copy() if type(active := get("_active_adapter", absent)) is list else active,
+                get("_disable_adapters", absent),
+                scaling.copy() if type(scaling := get("scaling", absent)) is dict else scaling,
+                get("cast_input_dtype_enabled", absent),
+                merged.copy() if type(merged := get("merged_adapters", absent)) is list else merged,
+                get("forward", absent),
+            )
+            for get in self.tuner_gets
+        ]
 
-    def _read_training(self) -> list[bool | None]:
-        try:
-            return list(map(_read_mode, self.module_dicts))
-        except KeyError:  # compiled modules have none of their own
-            return [d.get("training") for d in self.module_dicts]
+    def read(self, view: View) -> Reading:
+        """What holds at this moment."""
+        parameters = view.parameters
+        return Reading(self.read_values(), *view.read_settings(), versions_of(parameters), pointers_of(parameters))
+
+    def read_settings(self) -> tuple:
+        """The first four fields of a reading, of everything, idle adapters included."""
+        return self.read_values(), *self.full.read_settings()
 
     def __deepcopy__(self, memo: dict) -> None:
         return None

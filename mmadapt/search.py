@@ -130,7 +130,7 @@ def note_run(function: Any, scopes: Sequence[Scope]) -> tuple:
         route = tuple(gets[0]("_active_adapter", ())) if gets else ()
         scope.routes.add(route)
         routes.append(route)
-    modes = [scope.module_dicts[0].get("training") if scope.module_dicts else None for scope in scopes]
+    modes = [scope.root_dict.get("training") for scope in scopes]
     code = type(function) if isinstance(function, nn.Module) else getattr(function, "__code__", type(function))
     return code, *modes, *routes
 
@@ -156,7 +156,7 @@ class Watch:
         self.name = name
         self.thread = threading.get_ident()
         self.types = tuner_types()
-        self.known = {id(module) for module in roots} | {id(child) for scope in scopes for child in scope.children}
+        self.known = {id(module) for module in roots} | {id(m) for scope in scopes for m in scope.full.children}
         self.strays: list[AdapterState] = []
 
     def __enter__(self) -> "Watch":
@@ -181,7 +181,7 @@ class Watch:
         elif id(module) not in self.known and not isinstance(module, ScriptModule):
             scope = scope_of(module)
             self.strays.append(AdapterState.capture_in([module], [scope]))
-            self.known |= {id(module)} | {id(m) for m in scope.children if not isinstance(m, self.types)}
+            self.known |= {id(module)} | {id(m) for m in scope.full.children if not isinstance(m, self.types)}
 
     def check_tuner(self, layer: nn.Module) -> None:
         if _is_under_torchs(sys._getframe(1)):

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mmadapt.buffers import Buffers
 from mmadapt.errors import RecomputationError, cannot_recompute, listed
-from mmadapt.scopes import ABSENT, ATTRIBUTES, HOOK_DETAILS, HOOKS, MERGED, Scope, copied, same, scope_of
+from mmadapt.scopes import ABSENT, ATTRIBUTES, HOOK_DETAILS, HOOKS, MERGED, Scope, View, copied, same, scope_of
 
 __all__ = ["AdapterState", "StateHandle", "register_state"]
 
@@ -117,17 +117,23 @@ class AdapterState:
 
     Of PEFT's layers the active adapters, disabled and merged marks and scalings; of every module the train or eval
     mode, the hooks and the buffers; the `requires_grad` flag of every parameter; torch's choice of attention kernels
-    and default dtype; and what `register_state` adds. Two states of the same modules compare equal if nothing of what
-    the modules hold differs.
+    and default dtype; and what `register_state` adds. What belongs to adapters that are not active decides nothing and
+    is left aside. Two states of the same modules compare equal if nothing of what the modules hold differs.
     """
 
-    __slots__ = ("_added", "_buffers", "_globals", "_reads", "_restores", "_roots", "_scopes")
+    __slots__ = ("_added", "_buffers", "_globals", "_reads", "_restores", "_roots", "_scopes", "_views")
 
-    def __init__(self, roots: Sequence[nn.Module], scopes: Sequence[Scope]) -> None:
-        """The live state, read without what `capture` notes beside it; the scopes are those of the roots."""
+    def __init__(
+        self, roots: Sequence[nn.Module], scopes: Sequence[Scope], views: Sequence[View] | None = None
+    ) -> None:
+        """The live state, read without what `capture` notes beside it; the scopes are those of the roots.
+
+        views: of what of each scope; by default of what runs now.
+        """
         self._roots = roots
         self._scopes = scopes
-        self._reads = [scope.read() for scope in scopes]
+        self._views = [scope.view() for scope in scopes] if views is None else views
+        self._reads = [scope.read(view) for scope, view in zip(scopes, self._views, strict=True)]
         self._added: list[tuple[dict, str]] = []  # buffers that the forward registered
         self._buffers: Buffers | None = None
         self._globals: tuple = ()
@@ -143,7 +149,8 @@ class AdapterState:
         _count_fused_steps()
         state = cls(modules, scopes)
         if any(scope.buffers for scope in scopes):
-            state._buffers = Buffers(scopes, tuple(tuple(read.training) for read in state._reads))
+            key = tuple((view, *read.training) for view, read in zip(state._views, state._reads, strict=True))
+            state._buffers = Buffers(scopes, key)
         state._globals = _read_globals()
         if _registered:
             state._restores = [capture() for capture in _registered]
@@ -156,8 +163,8 @@ class AdapterState:
         """
         if self._buffers is not None:
             self._buffers.forward_done()
-        for scope in self._scopes:
-            if scope.has_grown():
+        for scope, view in zip(self._scopes, self._views, strict=True):
+            if any(view.empty) or scope.has_new_buffers():
                 self._added += scope.new_buffers()
 
     def __eq__(self, other: object) -> bool:
@@ -206,10 +213,11 @@ class AdapterState:
             undo: list[tuple[dict, str, Any]] = []
             flipped: list[tuple[nn.Parameter, bool]] = []
             live = self._checked(label, on_flags)
+            settings = [scope.read_settings() for scope in self._scopes]
             globals_now = _read_globals()
             try:
                 if live._reads != self._reads:
-                    self._write_over(live, undo, flipped)
+                    _write_over(self._scopes, self._views, self._reads, live._reads, undo, flipped)
                 if self._buffers is not None:
                     self._buffers.swap_in(undo)
                 for d, name in self._added:
@@ -226,17 +234,19 @@ class AdapterState:
                 for parameter, flag in flipped:
                     parameter.requires_grad_(flag)
                 # What the function itself writes; stopped early, it does not come to undo it.
-                if [scope.read_settings() for scope in self._scopes] != [read[:4] for read in live._reads]:
-                    live._write_over(AdapterState(self._roots, self._scopes), [], [])
+                settings_now = [scope.read_settings() for scope in self._scopes]
+                if settings_now != settings:
+                    views = [scope.full for scope in self._scopes]
+                    _write_over(self._scopes, views, settings, settings_now, [], [])
                 if self._globals and globals_now != self._globals:
                     _write_globals(globals_now)
 
     def _checked(self, label: str, on_flags: OnFlags) -> "AdapterState":
-        """The live state, where this one can be brought back over it."""
+        """The live state of what ran at the forward, where this one can be brought back over it."""
         live_scopes = [scope_of(root) for root in self._roots]
-        if not same(live_scopes, self._scopes):
-            self._check_replaced(live_scopes, label)
-        live = AdapterState(self._roots, self._scopes)
+        if not same(live_scopes, self._scopes) or not all(view.holds() for view in self._views):
+            self._check_replaced(label)
+        live = AdapterState(self._roots, self._scopes, self._views)
         if live._reads != self._reads:
             self._check_merged(live, label)
             if on_flags == "error":
@@ -246,46 +256,19 @@ class AdapterState:
             self._buffers.check(label)
         return live
 
-    def _write_over(
-        self, live: "AdapterState", undo: list[tuple[dict, str, Any]], flipped: list[tuple[nn.Parameter, bool]]
-    ) -> None:
-        """Write what differs from the live state, noting what was there before anything else can go wrong."""
-        for scope, then, now in zip(self._scopes, self._reads, live._reads, strict=True):
-            for d, values, found in zip(scope.tuner_dicts, then.values, now.values, strict=True):
-                for name, value, live_value in zip(ATTRIBUTES, values, found, strict=True):
-                    if value != live_value:
-                        undo.append((d, name, d.get(name, ABSENT)))
-                        _write(d, name, copied(value))
-            for d, mode, live_mode in zip(scope.module_dicts, then.training, now.training, strict=True):
-                if mode is not live_mode:
-                    undo.append((d, "training", live_mode))
-                    d["training"] = mode
-            for i in then.hooks.keys() | now.hooks.keys():
-                if then.hooks.get(i) != now.hooks.get(i):
-                    d = scope.module_dicts[i]
-                    none: list[Any] = [
-                        OrderedDict() if name in HOOKS else d.get(name) for name in (*HOOKS, *HOOK_DETAILS)
-                    ]
-                    for name, value in zip((*HOOKS, *HOOK_DETAILS), then.hooks.get(i, none), strict=True):
-                        undo.append((d, name, d.get(name, ABSENT)))
-                        d[name] = value.copy() if isinstance(value, dict) else value
-            for parameter, flag, live_flag in zip(scope.parameters, then.flags, now.flags, strict=True):
-                if flag != live_flag:
-                    flipped.append((parameter, live_flag))
-                    parameter.requires_grad_(flag)
-
     def _tuner_values(self) -> list[tuple]:
         return [values for read in self._reads for values in read.values]
 
-    def _check_replaced(self, live_scopes: Sequence[Scope], label: str) -> None:
+    def _check_replaced(self, label: str) -> None:
         """Refuse a model whose layers or parameters are no longer those of the forward; allow mere additions."""
-        for then, now in zip(self._scopes, live_scopes, strict=True):
+        for root, scope, then in zip(self._roots, self._scopes, self._views, strict=True):
+            now = Scope(root)
             what = ""
-            if not set(map(id, then.children)) <= set(map(id, now.children)):
+            if not set(map(id, then.children)) <= set(map(id, now.full.children)):
                 what = "a module below it was replaced or removed (an adapter deleted, a layer swapped)"
-            elif not set(map(id, then.parameters)) <= set(map(id, now.parameters)):
+            elif not set(map(id, then.parameters)) <= set(map(id, now.full.parameters)):
                 what = "a parameter below it was replaced (load_state_dict(assign=True), a new nn.Parameter)"
-            elif len(now.tuners) != len(then.tuners):
+            elif len(now.tuners) != len(scope.tuners):
                 what = "tuner layers were added to it"
             if what:
                 raise RecomputationError(
@@ -334,35 +317,51 @@ class AdapterState:
     def _parameters_where(
         self, live: "AdapterState", field: str, differs: Callable[[Any, Any], bool] = lambda then, now: then != now
     ) -> list[str]:
-        """Names of the parameters whose `field` differs, but for those that the forward did not use."""
+        """Names of the parameters whose `field` differs."""
         found = [
             parameter
-            for scope, then, now in zip(self._scopes, self._reads, live._reads, strict=True)
+            for view, then, now in zip(self._views, self._reads, live._reads, strict=True)
             if getattr(then, field) is not None and getattr(now, field) is not None
-            for parameter, before, after in zip(
-                scope.parameters, getattr(then, field), getattr(now, field), strict=True
-            )
+            for parameter, before, after in zip(view.parameters, getattr(then, field), getattr(now, field), strict=True)
             if differs(before, after)
         ]
-        if not found:
-            return []
-        idle = self._idle_parameters()
-        names = {id(p): name for root in self._roots for name, p in root.named_parameters()}
-        return [names.get(id(p), "?") for p in found if id(p) not in idle]
+        names = {id(p): name for root in self._roots for name, p in root.named_parameters()} if found else {}
+        return [names.get(id(p), "?") for p in found]
 
-    def _idle_parameters(self) -> set[int]:
-        """Ids of the parameters of adapters that were not active at capture: they decide nothing here."""
-        idle: set[int] = set()
-        tuners = [tuner for scope in self._scopes for tuner in scope.tuners]
-        for tuner, values in zip(tuners, self._tuner_values(), strict=True):
-            active = () if values[1] is True else _names(values[0])
-            for attribute in getattr(tuner, "adapter_layer_names", ()):
-                group = getattr(tuner, attribute, None)
-                if isinstance(group, nn.ModuleDict | nn.ParameterDict):
-                    for name, part in group.items():
-                        if name not in active:
-                            idle |= {id(p) for p in (part.parameters() if isinstance(part, nn.Module) else [part])}
-        return idle
+
+def _write_over(
+    scopes: Sequence[Scope],
+    views: Sequence[View],
+    thens: Sequence[tuple],
+    nows: Sequence[tuple],
+    undo: list[tuple[dict, str, Any]],
+    flipped: list[tuple[nn.Parameter, bool]],
+) -> None:
+    """Write the settings of then where they differ from those of now, noting each before anything can go wrong.
+
+    thens, nows: the first four fields of readings. undo, flipped: what was written is added to them.
+    """
+    for scope, view, then, now in zip(scopes, views, thens, nows, strict=True):
+        for d, values, found in zip(scope.tuner_dicts, then[0], now[0], strict=True):
+            for name, value, live_value in zip(ATTRIBUTES, values, found, strict=True):
+                if value != live_value:
+                    undo.append((d, name, d.get(name, ABSENT)))
+                    _write(d, name, copied(value))
+        for d, mode, live_mode in zip(view.module_dicts, then[1], now[1], strict=True):
+            if mode is not live_mode:
+                undo.append((d, "training", live_mode))
+                d["training"] = mode
+        for i in then[2].keys() | now[2].keys():
+            if then[2].get(i) != now[2].get(i):
+                d = view.module_dicts[i]
+                none: list[Any] = [OrderedDict() if name in HOOKS else d.get(name) for name in (*HOOKS, *HOOK_DETAILS)]
+                for name, value in zip((*HOOKS, *HOOK_DETAILS), then[2].get(i, none), strict=True):
+                    undo.append((d, name, d.get(name, ABSENT)))
+                    d[name] = value.copy() if isinstance(value, dict) else value
+        for parameter, flag, live_flag in zip(view.parameters, then[3], now[3], strict=True):
+            if flag != live_flag:
+                flipped.append((parameter, live_flag))
+                parameter.requires_grad_(flag)
 
 
 def _names(value: Any) -> list[str]:
