@@ -74,7 +74,7 @@ def checkpoint(
     """
     if on_flags not in ("error", "follow"):
         raise ValueError(f"on_flags: expected one of ['error', 'follow'], got {on_flags!r}")
-    options = {name: kwargs.pop(name) for name in _TORCH_OPTIONS if name in kwargs}
+    options = {name: kwargs.pop(name) for name in _TORCH_OPTIONS if name in kwargs} if kwargs else {}
     if use_reentrant:
         _refuse_reentrant(options)
     if modules is None:
@@ -163,7 +163,7 @@ class _Run:
         self.context = copy_context()
         self.cells = cells_of(self.function)
         self.versions = self.versions_of(args, kwargs)
-        if not self.is_reentrant and (kwargs or any(type(arg) in (list, dict, tuple, set) for arg in args)):
+        if not self.is_reentrant and (kwargs or not are_tensors(args)):
             self.inputs = snapshot(args), snapshot(kwargs)
         scopes, self.scopes = self.scopes, None
         assert scopes is not None
@@ -223,7 +223,9 @@ class _Run:
 
     def versions_of(self, args: tuple, kwargs: dict) -> list[int | None]:
         versions = versions_in(args, kwargs)
-        return versions + [version_of(t) for _, then in self.cells for t in tensors_in(then)]
+        if self.cells:
+            versions += [version_of(t) for _, then in self.cells for t in tensors_in(then)]
+        return versions
 
 
 _recomputing: ContextVar[bool] = ContextVar("mmadapt_recomputing", default=False)
@@ -249,7 +251,7 @@ def _scopes_with_state(roots: Sequence[nn.Module], is_searched: bool) -> list[Sc
 
     Without either the call is left to torch's own checkpoint, at its speed and with its limits.
     """
-    scopes = [scope_of(root) for root in roots]
+    scopes = list(map(scope_of, roots))
     if (tuner_types() and (roots or is_searched)) or has_registered() or any(scope.buffers for scope in scopes):
         return scopes
     return None
@@ -296,8 +298,14 @@ class _NamedMismatch:
 
 def versions_in(args: tuple, kwargs: dict) -> list[int | None]:
     """The version counters of all tensors among the arguments: torch adds 1 at each edit in place."""
-    leaves = args if not kwargs and all(isinstance(arg, Tensor) for arg in args) else pytree.tree_leaves((args, kwargs))
-    return [version_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    if not kwargs and are_tensors(args):
+        return list(map(version_of, args))
+    return [version_of(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+
+
+def are_tensors(args: tuple) -> bool:
+    """Whether all arguments are plain tensors, as those of most blocks are."""
+    return {*map(type, args)} <= {Tensor}
 
 
 def _random_states() -> list[Tensor]:

@@ -68,6 +68,7 @@ class View:
         "empty",
         "hook_dicts",
         "module_dicts",
+        "no_buffers",
         "parameters",
         "scalars",
     )
@@ -77,9 +78,9 @@ class View:
         children: list[dict] = [m._modules for m in modules]
         parameters: list[dict] = [m._parameters for m in modules]
         dicts = [*children, *parameters]
-        self.empty = [
-            d for d in (*dicts, *(m._buffers for m in modules)) if not d
-        ]  # `holds` checks that they still are
+        # `holds` checks that they still are empty.
+        self.no_buffers: list[dict] = [m._buffers for m in modules if not m._buffers]
+        self.empty = [*(d for d in dicts if not d), *self.no_buffers]
         self.dicts = [d for d in dicts if d]
         self.dicts_then = [dict(d) for d in self.dicts]
         self.children = modules

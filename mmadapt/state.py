@@ -164,7 +164,7 @@ class AdapterState:
         if self._buffers is not None:
             self._buffers.forward_done()
         for scope, view in zip(self._scopes, self._views, strict=True):
-            if any(view.empty) or scope.has_new_buffers():
+            if any(view.no_buffers) or scope.has_new_buffers():
                 self._added += scope.new_buffers()
 
     def __eq__(self, other: object) -> bool:
