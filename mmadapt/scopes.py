@@ -168,25 +168,35 @@ class Scope:
     def holds(self, root: nn.Module) -> bool:
         """Whether the same modules, parameters and names of buffers are below `root`, idle adapters left aside."""
         # A shallow copy of the module shares our entry.
-        return self.root_children is root._modules and not self.has_new_buffers() and self.view().holds()
+        if self.root_children is not root._modules or self.has_new_buffers():
+            return False
+        key = self._running()
+        view = self.full if key is None else self.views.get(key)
+        # Adapters that did not run before: a view of them, taken from a changed tree, would hold what this scope lacks.
+        return self.full.holds() if view is None else view.holds()
 
     def view(self) -> View:
-        """What runs under the adapters of now. All, where something else may choose others: a route per row, hooks."""
+        """What runs under the adapters of now; for a scope that holds."""
+        key = self._running()
+        if key is None:
+            return self.full
+        found = self.views.get(key)
+        if found is None:
+            found = self.views[key] = self._view_of(key)
+        return found
+
+    def _running(self) -> tuple[tuple[str, ...], ...] | None:
+        """The adapters that run in each tuner layer; None where something else may choose: a route per row, hooks."""
         key: list[tuple[str, ...]] = []
         for get in self.tuner_gets:
             if get("forward") is not None or get("_forward_pre_hooks"):
-                return self.full
+                return None
             active = get("_active_adapter", ()) if get("_disable_adapters") is not True else ()
             names = (active,) if type(active) is str else tuple(active)
             key.append((*names, *merged) if (merged := get("merged_adapters")) else names)
-        if not key:
-            return self.full
-        found = self.views.get(tuple(key))
-        if found is None:
-            found = self.views[tuple(key)] = self._view_of(key)
-        return found
+        return tuple(key) or None
 
-    def _view_of(self, running: list[tuple[str, ...]]) -> View:
+    def _view_of(self, running: tuple[tuple[str, ...], ...]) -> View:
         """The view under which these adapters of each tuner layer run."""
         groups: dict[int, set[str]] = {}
         for names, tuner in zip(running, self.tuners, strict=True):
